@@ -1,0 +1,90 @@
+"""What crosses between scheduler and runner: one frozen plan there, one result back.
+
+Knows nothing of tensors. Made by ``scheduler``, read by ``runner``.
+"""
+
+from dataclasses import dataclass
+
+from engine.request import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One row group of a step: ``token_ids`` at positions ``start`` and on."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """Computed in this step; their KV is written. Never empty."""
+    start: int
+    """Position of ``token_ids[0]``; everything before is in the cache."""
+    block_table: tuple[int, ...]
+    """Blocks of positions 0 .. start + len(token_ids) - 1, at least."""
+    samples: bool
+    """Sample the token at position ``end`` from the last row's logits."""
+    sampling: SamplingParams
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward."""
+
+    step: int
+    sequences: tuple[ScheduledSequence, ...] = ()
+    num_decode_tokens: int = 0
+    num_prefill_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decode_tokens + self.num_prefill_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the runner sampled: request_id -> token id, for every sequence with ``samples``."""
+
+    token_ids: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """A sequence got its blocks and may start. For a SOURCE: time to OFFER."""
+
+    request_id: str
+    num_cached_tokens: int
+    block_table: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step ended: KV of this sequence is in the cache below ``num_computed_tokens``."""
+
+    request_id: str
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A new output token. ``finish_reason`` is set on the last one.
+
+    A stop token (EOS or ``stop_token_ids``) ends the answer and is not part of it:
+    then ``token_id`` is that token and ``finish_reason`` is STOP.
+    """
+
+    request_id: str
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine gave this sequence up; its blocks are free."""
+
+    request_id: str
+    reason: str
+
+
+EngineEvent = Picked | Computed | Sampled | Failed

@@ -1,0 +1,147 @@
+"""The words of the engine: what a client asked, and the life of a sequence. No behaviour but the table.
+
+Written by the worker's services, read by the scheduler, the runner and the sampler.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
+
+from engine.errors import IllegalTransition
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How output tokens are chosen and when they end. Already validated at the edge."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    seed: int = 0
+    """Randomness is a pure function of (seed, position)."""
+    max_tokens: int = 16
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asked, parsed. ``request_id`` is ours and unique in the cluster."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    """Lower goes first."""
+    salt: str = ""
+    """Separates prefix caches of different users."""
+
+
+class Purpose(Enum):
+    """What this engine does with a sequence."""
+
+    LOCAL = auto()  # prefill and decode here
+    SOURCE = auto()  # prefill here, first token, then hold the KV until it has landed elsewhere
+    TARGET = auto()  # the prompt's KV arrives by handoff, decode here
+
+
+class SequenceState(Enum):
+    """The life of a sequence in one engine."""
+
+    WAITING = auto()
+    PREFILLING = auto()
+    PENDING_DECODE = auto()
+    DECODING = auto()
+    PREEMPTED = auto()
+    FINISHED = auto()
+
+
+class SequenceEvent(Enum):
+    """What may happen to a sequence."""
+
+    PICK = auto()  # blocks allocated, prefill may start (a SOURCE still needs its grant)
+    RESERVE = auto()  # TARGET: blocks allocated, KV will arrive
+    PROMPT_COMPUTED = auto()  # SOURCE: first token sampled, KV held for the handoff
+    JOIN = auto()  # decode starts: prompt computed here, or landed
+    PREEMPT = auto()  # blocks taken away
+    REQUEUE = auto()
+    FINISH = auto()
+
+
+_S, _E = SequenceState, SequenceEvent
+SEQUENCE_TABLE: Mapping[SequenceState, Mapping[SequenceEvent, SequenceState]] = {
+    _S.WAITING: {
+        _E.PICK: _S.PREFILLING,
+        _E.RESERVE: _S.PENDING_DECODE,
+        _E.FINISH: _S.FINISHED,
+    },
+    _S.PREFILLING: {
+        _E.PROMPT_COMPUTED: _S.PENDING_DECODE,
+        _E.JOIN: _S.DECODING,
+        _E.PREEMPT: _S.PREEMPTED,
+        _E.FINISH: _S.FINISHED,
+    },
+    _S.PENDING_DECODE: {_E.JOIN: _S.DECODING, _E.FINISH: _S.FINISHED},
+    _S.DECODING: {_E.PREEMPT: _S.PREEMPTED, _E.FINISH: _S.FINISHED},
+    _S.PREEMPTED: {_E.REQUEUE: _S.WAITING, _E.FINISH: _S.FINISHED},
+    _S.FINISHED: {},
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Token ids and progress of one request inside one engine; owned by the scheduler."""
+
+    request: Request
+    purpose: Purpose
+    arrival_s: float
+    state: SequenceState = SequenceState.WAITING
+    granted: bool = True
+    """SOURCE only: False until the target granted its blocks; nothing is computed before."""
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Tokens whose KV is in this engine's cache."""
+    num_cached_tokens: int = 0
+    """Of those, how many came from the prefix cache when it was picked or reserved."""
+    num_preemptions: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and output."""
+        return self.request.prompt_token_ids + tuple(self.output_token_ids)
+
+    def advance(self, event: SequenceEvent) -> None:
+        """Move by the table.
+
+        Raises:
+            IllegalTransition: the table does not allow ``event`` in this state.
+        """
+        after = SEQUENCE_TABLE[self.state].get(event)
+        if after is None:
+            raise IllegalTransition(f"sequence {self.request_id}: {event.name} in {self.state.name}")
+        self.state = after

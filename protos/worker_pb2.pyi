@@ -1,0 +1,152 @@
+from protos import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkRequest(_message.Message):
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "priority")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _inference_pb2.SamplingParams
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class StopWork(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class PrefillCommand(_message.Message):
+    __slots__ = ("start", "abort")
+    START_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    start: StartPrefill
+    abort: StopWork
+    def __init__(self, start: _Optional[_Union[StartPrefill, _Mapping]] = ..., abort: _Optional[_Union[StopWork, _Mapping]] = ...) -> None: ...
+
+class StartPrefill(_message.Message):
+    __slots__ = ("request", "handoff_id", "target_address", "target_instance_id")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    request: WorkRequest
+    handoff_id: bytes
+    target_address: str
+    target_instance_id: str
+    def __init__(self, request: _Optional[_Union[WorkRequest, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., target_address: _Optional[str] = ..., target_instance_id: _Optional[str] = ...) -> None: ...
+
+class DecodeCommand(_message.Message):
+    __slots__ = ("start", "abort")
+    START_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    start: StartDecode
+    abort: StopWork
+    def __init__(self, start: _Optional[_Union[StartDecode, _Mapping]] = ..., abort: _Optional[_Union[StopWork, _Mapping]] = ...) -> None: ...
+
+class StartDecode(_message.Message):
+    __slots__ = ("request", "handoff_id", "source_instance_id")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    request: WorkRequest
+    handoff_id: bytes
+    source_instance_id: str
+    def __init__(self, request: _Optional[_Union[WorkRequest, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., source_instance_id: _Optional[str] = ...) -> None: ...
+
+class PrefillEvents(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[PrefillEvent]
+    def __init__(self, events: _Optional[_Iterable[_Union[PrefillEvent, _Mapping]]] = ...) -> None: ...
+
+class PrefillEvent(_message.Message):
+    __slots__ = ("request_id", "started", "done", "failed")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    started: PrefillStarted
+    done: PrefillDone
+    failed: WorkFailed
+    def __init__(self, request_id: _Optional[str] = ..., started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., failed: _Optional[_Union[WorkFailed, _Mapping]] = ...) -> None: ...
+
+class PrefillStarted(_message.Message):
+    __slots__ = ("queue_s", "grant_s")
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    GRANT_S_FIELD_NUMBER: _ClassVar[int]
+    queue_s: float
+    grant_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., grant_s: _Optional[float] = ...) -> None: ...
+
+class PrefillDone(_message.Message):
+    __slots__ = ("prefill_s", "handoff_s", "handoff_hidden_ratio", "handoff_bytes", "computed_tokens", "cached_tokens", "skipped_tokens")
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_S_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_HIDDEN_RATIO_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prefill_s: float
+    handoff_s: float
+    handoff_hidden_ratio: float
+    handoff_bytes: int
+    computed_tokens: int
+    cached_tokens: int
+    skipped_tokens: int
+    def __init__(self, prefill_s: _Optional[float] = ..., handoff_s: _Optional[float] = ..., handoff_hidden_ratio: _Optional[float] = ..., handoff_bytes: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., skipped_tokens: _Optional[int] = ...) -> None: ...
+
+class DecodeEvents(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[DecodeEvent]
+    def __init__(self, events: _Optional[_Iterable[_Union[DecodeEvent, _Mapping]]] = ...) -> None: ...
+
+class DecodeEvent(_message.Message):
+    __slots__ = ("request_id", "tokens", "finished", "failed")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tokens: _inference_pb2.Tokens
+    finished: DecodeFinished
+    failed: WorkFailed
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Union[_inference_pb2.Tokens, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., failed: _Optional[_Union[WorkFailed, _Mapping]] = ...) -> None: ...
+
+class DecodeFinished(_message.Message):
+    __slots__ = ("finish_reason", "stop_reason", "output_tokens", "cached_tokens", "queue_s", "prefill_s", "first_decode_s")
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_REASON_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    finish_reason: _inference_pb2.FinishReason
+    stop_reason: str
+    output_tokens: int
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    first_decode_s: float
+    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., first_decode_s: _Optional[float] = ...) -> None: ...
+
+class WorkFailed(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
