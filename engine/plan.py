@@ -3,7 +3,7 @@
 Knows nothing of tensors. Made by ``scheduler``, read by ``runner``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.request import FinishReason, SamplingParams
 
@@ -44,9 +44,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the runner sampled: request_id -> token id, for every sequence with ``samples``."""
+    """What the runner sampled: request_id -> token id, for every sequence with ``samples``.
+
+    A sequence whose row could not be sampled (its logits are not finite) is in ``failures``
+    instead: the other rows of the step stand.
+    """
 
     token_ids: dict[str, int]
+    failures: dict[str, str] = field(default_factory=dict)
+    """request_id -> one line of reason."""
 
 
 @dataclass(frozen=True, slots=True)
