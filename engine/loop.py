@@ -1,0 +1,194 @@
+"""The step thread: plan, run, apply, tell. One per instance.
+
+    1  plan     under the lock: the scheduler picks this step's tokens
+    2  run      without the lock: the forward; every layer written is told at once
+    3  apply    under the lock: tokens are appended, blocks published and freed
+    4  tell     without the lock: events go to the listener, one list a step
+
+Everything else (submit, reserve, finish, ...) may be called from any thread and takes the lock
+for microseconds, so a GRANT never waits for a forward. Blocks that a running forward uses are
+freed by the scheduler only when that step is applied.
+
+Knows nothing of handoffs, sockets or text. Used by ``services.runtime.engine_port``.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.kv.pool import BlockStats
+from engine.pace import Pace
+from engine.plan import EngineEvent, StepPlan, StepResult
+from engine.request import Purpose, Request
+from engine.scheduler import Reservation, Scheduler
+
+log = logging.getLogger(__name__)
+
+LayerWritten = Callable[[StepPlan, int], None]
+
+
+class StepRunner(Protocol):
+    """Runs one plan. ``on_layer(i)``: KV of layer i of all scheduled tokens is in the cache."""
+
+    def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step as plain data, for metrics."""
+
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A snapshot of one engine."""
+
+    blocks: BlockStats
+    requests_running: int
+    requests_waiting: int
+
+
+class EngineListener(Protocol):
+    """Hears of everything on the step thread; must be quick and must not raise."""
+
+    def layer_written(self, plan: StepPlan, layer: int) -> None: ...
+
+    def stepped(self, events: list[EngineEvent], record: StepRecord | None) -> None: ...
+
+
+class Engine:
+    """One scheduler and one runner on a thread of their own."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        pace: Pace,
+        listener: EngineListener,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._pace = pace
+        self._listener = listener
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._dirty = False
+        self._stopping = False
+        self._last_step_s = clock()
+        self._thread = threading.Thread(target=self._loop, name="engine-step", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Idempotent. Returns when the running step has ended; what is queued stays unanswered."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # ---- from any thread ------------------------------------------------------------------
+
+    def submit(self, request: Request, purpose: Purpose) -> None:
+        """Queue a LOCAL or SOURCE sequence.
+
+        Raises:
+            CapacityError: it can never fit.
+        """
+        with self._changed:
+            self._scheduler.add(request, purpose, self._clock())
+            self._wake()
+
+    def grant(self, request_id: str) -> None:
+        """The target has blocks: this SOURCE may be computed. Unknown ids are ignored."""
+        with self._changed:
+            self._scheduler.grant(request_id)
+            self._wake()
+
+    def reserve(self, request: Request) -> Reservation | None:
+        """Blocks for a prompt whose KV will arrive; None: not now.
+
+        Raises:
+            CapacityError: it can never fit.
+        """
+        with self._changed:
+            return self._scheduler.reserve(request, self._clock())
+
+    def join(self, request_id: str, first_token_id: int) -> None:
+        """The reserved prompt's KV has landed and this is its first output token: decode on."""
+        with self._changed:
+            self._scheduler.join(request_id, first_token_id)
+            self._wake()
+
+    def finish(self, request_id: str) -> None:
+        """This engine is done with a sequence; its blocks are freed. Unknown ids are ignored."""
+        with self._changed:
+            self._scheduler.finish(request_id)
+            self._wake()
+
+    def load(self) -> EngineLoad:
+        with self._changed:
+            return EngineLoad(
+                self._scheduler.kv.stats(),
+                self._scheduler.num_running,
+                self._scheduler.num_waiting,
+            )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a block is lost, owned twice or miscounted."""
+        with self._changed:
+            self._scheduler.check_integrity()
+
+    # ---- on the step thread ---------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._dirty = True
+        self._changed.notify()
+
+    def _loop(self) -> None:
+        while (plan := self._next_plan()) is not None:
+            started_s = self._clock()
+            try:
+                result = self._runner.run(plan, lambda layer, p=plan: self._listener.layer_written(p, layer))
+            except Exception as error:
+                self._give_up(plan, error)
+                continue
+            ended_s = self._clock()
+            record = StepRecord(plan.num_decode_tokens, plan.num_prefill_tokens, ended_s - started_s)
+            self._pace.observe(record.num_prefill_tokens, record.num_decode_tokens, record.elapsed_s)
+            with self._changed:
+                events = self._scheduler.apply(plan, result, ended_s)
+            self._listener.stepped(events, record)
+
+    def _next_plan(self) -> StepPlan | None:
+        """Waits for work; None when stopping. Sequences that were picked are told at once."""
+        while True:
+            with self._changed:
+                if self._stopping:
+                    return None
+                self._dirty = False
+                plan, picked = self._scheduler.plan(self._clock(), self._pace.limit_tokens())
+                if not plan.sequences and not picked:
+                    # Nothing can move until somebody submits, grants, joins or finishes.
+                    self._changed.wait_for(lambda: self._dirty or self._stopping)
+                    continue
+            if picked:
+                self._listener.stepped(list(picked), None)
+            if plan.sequences:
+                return plan
+
+    def _give_up(self, plan: StepPlan, error: Exception) -> None:
+        """A step failed as a whole: its sequences end with a reason, the engine lives on."""
+        log.error("step %d failed: %s", plan.step, error, exc_info=error)
+        reason = f"the engine failed in step {plan.step}: {type(error).__name__}"
+        with self._changed:
+            events = self._scheduler.fail([s.request_id for s in plan.sequences], reason)
+        self._listener.stepped(events, None)

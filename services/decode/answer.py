@@ -1,0 +1,128 @@
+"""What one client reads: text, token ids and exactly one terminal event.
+
+Everything here is a pure function of (parameters, prompt ids, output ids), so an answer that
+moves to another instance is rebuilt from them. Knows nothing of KV, of the engine or of the
+wire. Made by the decode service for every request.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from engine.plan import Sampled
+from engine.request import FinishReason, Request
+from engine.text import Detokenizer, StopChecker
+from engine.tokenizer import Tokenizer
+from protos import inference_pb2 as public
+from protos import worker_pb2 as wire
+
+FINISH_REASONS = {
+    FinishReason.STOP: public.FINISH_REASON_STOP,
+    FinishReason.LENGTH: public.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: public.FINISH_REASON_ABORT,
+    FinishReason.ERROR: public.FINISH_REASON_ERROR,
+}
+
+
+class Answer:
+    """The output of one request, from its first token to its terminal event."""
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        emit: Callable[[wire.DecodeEvent], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._request = request
+        self._emit = emit
+        self._clock = clock
+        self._started_s = clock()
+        self._first_token_s: float | None = None
+        self._first_decode_s = 0.0
+        self._num_output_tokens = 0
+        self._detokenizer = Detokenizer(
+            tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens
+        )
+        self._stops = StopChecker(request.sampling.stop)
+        self.queue_s = 0.0
+        """Received here -> picked by the scheduler; for a prompt prefilled here."""
+        self.num_cached_tokens = 0
+        """Prompt tokens that nobody had to compute."""
+        self.prefilled_here = False
+        self.ended = asyncio.Event()
+
+    def push(self, sampled: Sampled) -> None:
+        """Take one sampled token; ends the answer where the token or its text says so."""
+        if self.ended.is_set():
+            return  # the engine may be a step ahead of a stop string
+        self._note_time()
+        if sampled.finish_reason is FinishReason.STOP:
+            self._finish(FinishReason.STOP, self._stop_reason(sampled.token_id))
+            return
+        self._num_output_tokens += 1
+        text, matched = self._stops.push(self._detokenizer.push([sampled.token_id]))
+        ending = sampled.finish_reason is not None or matched is not None
+        if ending and matched is None:
+            tail, matched = self._tail()
+            text += tail
+        self._send_tokens([sampled.token_id], text)
+        if matched is not None:
+            self._end(FinishReason.STOP, matched)
+        elif sampled.finish_reason is not None:
+            self._end(sampled.finish_reason, "")
+
+    def picked(self, num_cached_tokens: int) -> None:
+        """The scheduler gave a prompt that is prefilled here its blocks."""
+        if not self.prefilled_here:
+            self.prefilled_here = True
+            self.queue_s = self._clock() - self._started_s
+            self.num_cached_tokens = num_cached_tokens
+
+    def fail(self, code: int, message: str) -> None:
+        """End without an answer. ``code`` is a gRPC status code; ``message`` one line."""
+        if not self.ended.is_set():
+            self.ended.set()
+            failed = wire.WorkFailed(code=code, message=message)
+            self._emit(wire.DecodeEvent(request_id=self._request.request_id, failed=failed))
+
+    def _note_time(self) -> None:
+        now_s = self._clock()
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+        elif not self._first_decode_s:
+            self._first_decode_s = now_s - self._first_token_s
+
+    def _stop_reason(self, token_id: int) -> str:
+        asked = token_id in self._request.sampling.stop_token_ids
+        return str(token_id) if asked else ""
+
+    def _tail(self) -> tuple[str, str | None]:
+        """Text that was held back, now that nothing follows."""
+        text, matched = self._stops.push(self._detokenizer.flush())
+        return (text, matched) if matched is not None else (text + self._stops.flush(), None)
+
+    def _finish(self, reason: FinishReason, stop_reason: str) -> None:
+        text, matched = self._tail()
+        if text:
+            self._send_tokens([], text)
+        self._end(FinishReason.STOP if matched else reason, matched or stop_reason)
+
+    def _send_tokens(self, token_ids: list[int], text: str) -> None:
+        tokens = public.Tokens(token_ids=token_ids, text=text)
+        self._emit(wire.DecodeEvent(request_id=self._request.request_id, tokens=tokens))
+
+    def _end(self, reason: FinishReason, stop_reason: str) -> None:
+        self.ended.set()
+        first_token_s = self._first_token_s or self._clock()
+        prefill_s = first_token_s - self._started_s - self.queue_s if self.prefilled_here else 0.0
+        finished = wire.DecodeFinished(
+            finish_reason=FINISH_REASONS[reason],
+            stop_reason=stop_reason,
+            output_tokens=self._num_output_tokens,
+            cached_tokens=self.num_cached_tokens,
+            queue_s=self.queue_s,
+            prefill_s=prefill_s,
+            first_decode_s=self._first_decode_s,
+        )
+        self._emit(wire.DecodeEvent(request_id=self._request.request_id, finished=finished))

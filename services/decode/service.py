@@ -1,0 +1,129 @@
+"""Decode: receive a prompt's KV and first token, write the answer; or read the prompt here, too.
+
+The life of a request that was handed off:
+
+    1  expect    StartDecode and OFFER meet, whichever comes first
+    2  reserve   blocks for what is not in our prefix cache; first come, first served; else WAIT
+    3  grant     the source may compute and send
+    4  first     the first token goes to the client while its KV is still in flight
+    5  landed    every layer of every block is here: the sequence joins the batch
+    6  answer    token after token, until the engine or a stop string ends it
+
+Without a handoff the engine prefills the prompt in chunks between its decode steps.
+Knows nothing of how a prompt is computed elsewhere. Mounted by ``services.worker``.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from engine.loop import Engine
+from engine.plan import EngineEvent, Failed, Picked, Sampled
+from engine.request import Purpose, Request
+from engine.scheduler import Reservation
+from engine.tokenizer import Tokenizer
+from kvtransfer.target import IncomingHandoff, KvTarget
+from protos import worker_pb2 as wire
+from protos import worker_pb2_grpc
+from services.decode.answer import Answer
+from services.runtime.background import Background
+from services.runtime.engine_port import EnginePort
+from services.runtime.errors import FailedPrecondition, Internal, to_service_error
+from services.runtime.session import Session
+from services.runtime.work import parse_work_request
+
+
+class DecodeService(worker_pb2_grpc.DecodeServicer):
+    """Glue between one engine, one KV target and the routers that want answers."""
+
+    def __init__(
+        self, engine: Engine, port: EnginePort, target: KvTarget | None, tokenizer: Tokenizer
+    ) -> None:
+        self._engine = engine
+        self._port = port
+        self._target = target
+        self._tokenizer = tokenizer
+        self._admission = asyncio.Lock()  # fair: reservations are first come, first served
+        self._background = Background()
+
+    async def Run(
+        self, request_iterator: AsyncIterator[wire.DecodeCommand], context: Any
+    ) -> AsyncIterator[wire.DecodeEvents]:
+        session: Session[wire.DecodeEvent] = Session()
+
+        def handle(command: wire.DecodeCommand) -> None:
+            if command.HasField("start"):
+                start = command.start
+                session.start(start.request.request_id, self._serve(session, start))
+            elif command.HasField("abort"):
+                session.abort(command.abort.request_id)
+
+        async for batch in session.run(request_iterator, handle):
+            yield wire.DecodeEvents(events=batch)
+
+    async def _serve(self, session: Session[wire.DecodeEvent], start: wire.StartDecode) -> None:
+        """One request, with its one terminal event."""
+        request = parse_work_request(start.request)
+        answer = Answer(request, self._tokenizer, session.emit)
+
+        def on_event(event: EngineEvent) -> None:
+            match event:
+                case Sampled():
+                    answer.push(event)
+                case Picked():
+                    answer.picked(event.num_cached_tokens)
+                case Failed():
+                    failure = Internal(event.reason)
+                    answer.fail(failure.grpc_code_number, str(failure))
+
+        self._port.subscribe(request.request_id, on_event)
+        try:
+            if start.handoff_id:
+                await self._receive(start, request, answer)
+            else:
+                self._engine.submit(request, Purpose.LOCAL)
+                await answer.ended.wait()
+        except Exception as error:
+            failure = to_service_error(error)
+            answer.fail(failure.grpc_code_number, str(failure))
+        finally:
+            self._port.unsubscribe(request.request_id)
+            if not start.handoff_id:
+                self._engine.finish(request.request_id)
+
+    async def _receive(self, start: wire.StartDecode, request: Request, answer: Answer) -> None:
+        if self._target is None:
+            raise FailedPrecondition("this instance takes no handoffs: its role is colocated")
+        handoff = self._target.expect(start.handoff_id, request.request_id)
+        try:
+            offer = await handoff.offered()
+            if offer.num_tokens != len(request.prompt_token_ids):
+                handoff.refuse(f"offered {offer.num_tokens} tokens of another prompt")
+                raise FailedPrecondition("the prefill instance offered another prompt's KV")
+            reservation = await self._reserve(handoff, request)
+            handoff.grant(reservation.block_table, reservation.num_cached_tokens)
+            first = await handoff.first()
+            answer.num_cached_tokens = first.num_cached_tokens
+            reason = self._engine.finish_reason(request, first.token_id)
+            answer.push(Sampled(request.request_id, first.token_id, reason))
+            if not answer.ended.is_set():
+                await handoff.landed()
+                self._engine.join(request.request_id, first.token_id)
+                await answer.ended.wait()
+        finally:
+            self._background.spawn(self._release(request.request_id, handoff))
+
+    async def _reserve(self, handoff: IncomingHandoff, request: Request) -> Reservation:
+        """Blocks for the prompt; tells the source to WAIT while there are none."""
+        async with self._admission:
+            while (reservation := self._engine.reserve(request)) is None:
+                handoff.wait()
+                await handoff.unless_ended(self._port.moved())
+            return reservation
+
+    async def _release(self, request_id: str, handoff: IncomingHandoff) -> None:
+        """Free the blocks once nothing writes to them any more."""
+        handoff.cancel("the decode instance is done with the request")
+        await handoff.drained()
+        self._engine.finish(request_id)
+        self._port.notify_moved()

@@ -1,0 +1,158 @@
+"""Prefill: read a prompt, sample its first token, hand both to the decode instance.
+
+The life of a request here:
+
+    1  start     StartPrefill arrives; the prompt is queued in the engine, ungranted
+    2  picked    the scheduler gives it blocks: OFFER goes to the decode instance
+    3  granted   the decode instance has blocks, too: from now on it may be computed
+    4  layers    each layer of each chunk is on its way while the next one computes
+    5  first     the first token is sampled and sent ahead of the KV still in flight
+    6  released  everything landed; our hold on the blocks ends, the prefix cache keeps them
+
+Whatever ends it early, the handoff is cancelled and drained before a block is freed.
+Knows nothing of answers, text or clients. Mounted by ``services.worker``.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from engine.loop import Engine
+from engine.plan import EngineEvent, Failed, Picked, Sampled
+from engine.request import Purpose, Request
+from kvtransfer.source import KvSource, OutgoingHandoff
+from protos import worker_pb2 as wire
+from protos import worker_pb2_grpc
+from services.runtime.background import Background
+from services.runtime.engine_port import EnginePort
+from services.runtime.errors import Internal, to_service_error
+from services.runtime.metrics import WorkerMetrics
+from services.runtime.session import Session
+from services.runtime.work import parse_work_request
+
+
+class _Progress:
+    """What the engine tells about one prompt, as futures that are awaited in turn."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.picked: asyncio.Future[Picked] = loop.create_future()
+        self.sampled: asyncio.Future[Sampled] = loop.create_future()
+
+    def on_event(self, event: EngineEvent) -> None:
+        match event:
+            case Picked():
+                if not self.picked.done():
+                    self.picked.set_result(event)
+            case Sampled():
+                if not self.sampled.done():
+                    self.sampled.set_result(event)
+            case Failed():
+                for future in (self.picked, self.sampled):
+                    if not future.done():
+                        future.set_exception(Internal(event.reason))
+                        future.exception()  # the other one may never be awaited
+
+
+class PrefillService(worker_pb2_grpc.PrefillServicer):
+    """Glue between one engine and one KV source."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        port: EnginePort,
+        source: KvSource,
+        metrics: WorkerMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._port = port
+        self._source = source
+        self._metrics = metrics
+        self._clock = clock
+        self._background = Background()
+
+    async def Run(
+        self, request_iterator: AsyncIterator[wire.PrefillCommand], context: Any
+    ) -> AsyncIterator[wire.PrefillEvents]:
+        session: Session[wire.PrefillEvent] = Session()
+
+        def handle(command: wire.PrefillCommand) -> None:
+            if command.HasField("start"):
+                start = command.start
+                session.start(start.request.request_id, self._serve(session, start))
+            elif command.HasField("abort"):
+                session.abort(command.abort.request_id)
+
+        async for batch in session.run(request_iterator, handle):
+            yield wire.PrefillEvents(events=batch)
+
+    async def _serve(self, session: Session[wire.PrefillEvent], start: wire.StartPrefill) -> None:
+        """One request, with its one terminal event."""
+        request_id = start.request.request_id
+        event = wire.PrefillEvent(request_id=request_id)
+        try:
+            event.done.CopyFrom(await self._prefill(session, start))
+        except Exception as error:
+            failure = to_service_error(error)
+            event.failed.code = failure.grpc_code_number
+            event.failed.message = str(failure)
+        session.emit(event)
+
+    async def _prefill(
+        self, session: Session[wire.PrefillEvent], start: wire.StartPrefill
+    ) -> wire.PrefillDone:
+        request = parse_work_request(start.request)
+        arrived_s = self._clock()
+        progress = _Progress()
+        handoff: OutgoingHandoff | None = None
+
+        def on_layer(layer: int, num_tokens: int) -> None:
+            if handoff is not None:
+                handoff.layer_ready(layer, num_tokens)
+
+        self._port.subscribe(request.request_id, progress.on_event, on_layer)
+        try:
+            self._engine.submit(request, Purpose.SOURCE)
+            picked = await progress.picked
+            handoff = self._offer(request, start, picked)
+            num_held_tokens = await handoff.granted()
+            granted_s = self._clock()
+            self._tell_started(session, request, picked, granted_s - arrived_s)
+            handoff.all_layers_ready(picked.num_cached_tokens)
+            self._engine.grant(request.request_id)
+            sampled = await progress.sampled
+            handoff.first(len(request.prompt_token_ids), sampled.token_id, picked.num_cached_tokens)
+            computed_s = self._clock()
+            stats = await handoff.released()
+            return wire.PrefillDone(
+                prefill_s=computed_s - granted_s,
+                handoff_s=stats.transfer_s,
+                handoff_hidden_ratio=stats.hidden_ratio(computed_s),
+                handoff_bytes=stats.num_bytes,
+                computed_tokens=len(request.prompt_token_ids) - picked.num_cached_tokens,
+                cached_tokens=picked.num_cached_tokens,
+                skipped_tokens=num_held_tokens,
+            )
+        finally:
+            self._port.unsubscribe(request.request_id)
+            self._background.spawn(self._release(request.request_id, handoff))
+
+    async def _release(self, request_id: str, handoff: OutgoingHandoff | None) -> None:
+        """Free the blocks once nothing reads them any more."""
+        if handoff is not None:
+            handoff.cancel("the prefill instance gave the request up")
+            await handoff.drained()
+        self._engine.finish(request_id)
+        self._port.notify_moved()
+
+    def _offer(self, request: Request, start: wire.StartPrefill, picked: Picked) -> OutgoingHandoff:
+        return self._source.offer(
+            handoff_id=start.handoff_id,
+            target_address=start.target_address,
+            target_instance_id=start.target_instance_id,
+            request_id=request.request_id,
+            num_tokens=len(request.prompt_token_ids),
+            block_table=picked.block_table,
+        )

@@ -1,0 +1,184 @@
+"""Kill, cancel and vanish: everyone gets one answer or one clear error, and nothing stays held."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos import inference_pb2_grpc
+from tests.e2e.harness import Cluster, collect, eventually, request, serve
+
+OPTIONS = ("--disaggregate-from", "0", "--dtype", "float32", "--kv-cache-bytes", "64MiB")
+
+
+@pytest.fixture
+def own_cluster(tiny_model: Path) -> Iterator[Cluster]:
+    """A cluster that the test may hurt."""
+    with serve(str(tiny_model), *OPTIONS) as running:
+        yield running
+        eventually(running.held_nothing, 3, "everything free at the end")
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length}-{seed}").choices(range(250), k=length)
+
+
+def kill_mid_request(cluster: Cluster, role: str, after_tokens: int) -> tuple[float, grpc.RpcError]:
+    """SIGKILL the instance while a request is on it: (seconds until the error, the error)."""
+    with cluster.client() as stub:
+        stream = stub.Generate(request(ids=ids(300), max_tokens=1500, ignore_eos=True), timeout=50)
+        pid = cluster.pid_of(role)
+        seen = 0
+        killed_s = 0.0
+        with pytest.raises(grpc.RpcError) as caught:
+            for response in stream:
+                seen += len(response.tokens.token_ids)
+                if not killed_s and seen >= after_tokens:
+                    os.kill(pid, signal.SIGKILL)
+                    killed_s = time.monotonic()
+        return time.monotonic() - killed_s, caught.value
+
+
+def test_decode_killed_mid_stream(own_cluster: Cluster) -> None:
+    before = own_cluster.instances("decode")[0]["instance_id"]
+    elapsed_s, error = kill_mid_request(own_cluster, "decode", after_tokens=5)
+    assert elapsed_s < 1
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert "\n" not in error.details() and "decode" in error.details()
+    eventually(lambda: own_cluster.all_ready(2), 20, "the decode instance is back")
+    assert own_cluster.instances("decode")[0]["instance_id"] != before
+    eventually(own_cluster.held_nothing, 2, "nothing held")
+    assert len(own_cluster.generate(ids=ids(40), max_tokens=4, ignore_eos=True).token_ids) == 4
+
+
+def test_prefill_killed_mid_request(own_cluster: Cluster) -> None:
+    """PAINS 7: the decode instance does not wait for a prefill that died."""
+    before = own_cluster.instances("prefill")[0]["instance_id"]
+    pid = own_cluster.pid_of("prefill")
+    errors: list[tuple[float, grpc.RpcError]] = []
+
+    def ask(seed: int) -> None:
+        try:
+            own_cluster.generate(ids=ids(1800, seed), max_tokens=3, ignore_eos=True)
+        except grpc.RpcError as error:
+            errors.append((time.monotonic(), error))
+
+    askers = [threading.Thread(target=ask, args=(seed,)) for seed in range(12)]
+    for asker in askers:
+        asker.start()
+    eventually(
+        lambda: own_cluster.instances("prefill")[0]["requests_running"], 10, "prefill is busy"
+    )
+    os.kill(pid, signal.SIGKILL)
+    killed_s = time.monotonic()
+    for asker in askers:
+        asker.join(timeout=30)
+    assert errors, "the kill came too late to hit a request"
+    for failed_s, error in errors:
+        assert failed_s - killed_s < 1
+        assert error.code() == grpc.StatusCode.UNAVAILABLE, error.details()
+        assert "\n" not in error.details()
+    eventually(lambda: own_cluster.all_ready(2), 20, "the prefill instance is back")
+    assert own_cluster.instances("prefill")[0]["instance_id"] != before
+    eventually(own_cluster.held_nothing, 2, "nothing held")
+    answer = own_cluster.generate(ids=ids(40), max_tokens=4, ignore_eos=True)
+    assert answer.finished is not None and answer.finished.timeline.prefill_instance
+
+
+def test_decode_paused_and_resumed(own_cluster: Cluster) -> None:
+    """A hung instance: bounded wait, clear error, and it is used again once it moves."""
+    pid = own_cluster.pid_of("decode")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        started_s = time.monotonic()
+        with pytest.raises(grpc.RpcError) as caught:
+            own_cluster.generate(ids=ids(300), max_tokens=50, ignore_eos=True)
+        assert time.monotonic() - started_s < 10
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: own_cluster.all_ready(2), 20, "the decode instance is used again")
+    eventually(own_cluster.held_nothing, 8, "nothing held")
+    assert own_cluster.generate(ids=ids(40), max_tokens=4, ignore_eos=True).finished is not None
+
+
+def test_cancel_frees_within_a_second(own_cluster: Cluster) -> None:
+    """PAINS 1, 4 and 5: before the first token, at the hop and in mid-answer."""
+    for wait_s in (0.0, 0.005, 0.02, 0.05, 0.1, 0.3):
+        with own_cluster.client() as stub:
+            message = request(ids=ids(1500, seed=int(wait_s * 1000)), max_tokens=400)
+            stream = stub.Generate(message, timeout=30)
+            time.sleep(wait_s)
+            stream.cancel()
+        eventually(own_cluster.held_nothing, 1, f"all free after a cancel at {wait_s} s")
+
+
+def test_next_short_request_is_not_delayed_by_a_cancelled_one(own_cluster: Cluster) -> None:
+    """PAINS 5: prefill of an abandoned prompt stops at the next chunk."""
+    own_cluster.generate(ids=ids(20), max_tokens=2)
+    with own_cluster.client() as stub:
+        streams = [
+            stub.Generate(request(ids=ids(2000, seed=i), max_tokens=9), timeout=30)
+            for i in range(20)
+        ]
+        time.sleep(0.05)
+        for stream in streams:
+            stream.cancel()
+        started_s = time.monotonic()
+        collect(stub.Generate(request(ids=ids(20), max_tokens=2), timeout=30))
+        assert time.monotonic() - started_s < 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_two_hundred_requests_a_third_cancelled(own_cluster: Cluster) -> None:
+    """Mixed lengths, 16 at a time: one terminal event each, and afterwards nothing held."""
+    dice = random.Random(7)
+    plans = [
+        (dice.choice([1, 16, 40, 130, 400, 1200]), dice.randint(1, 120), dice.random() < 1 / 3)
+        for _ in range(200)
+    ]
+
+    def ask(number: int) -> str:
+        length, max_tokens, cancels = plans[number]
+        rng = random.Random(number)
+        message = request(
+            ids=ids(length, number % 20), max_tokens=max_tokens, ignore_eos=True, temperature=0.7
+        )
+        with own_cluster.client() as stub:
+            stream = stub.Generate(message, timeout=50)
+            if cancels:
+                threading.Timer(rng.random() * 0.5, stream.cancel).start()
+            try:
+                answer = collect(stream)
+            except grpc.RpcError as error:
+                assert cancels and error.code() == grpc.StatusCode.CANCELLED, error.details()
+                return "cancelled"
+        assert answer.num_terminal == 1 and answer.finished is not None
+        assert len(answer.token_ids) == answer.finished.usage.output_tokens == max_tokens
+        return "finished"
+
+    with ThreadPoolExecutor(16) as pool:
+        outcomes = list(pool.map(ask, range(200)))
+    assert outcomes.count("finished") >= 130
+    assert outcomes.count("cancelled") >= 10
+    eventually(own_cluster.held_nothing, 1, "nothing held")
+
+
+def test_clients_that_vanish(own_cluster: Cluster) -> None:
+    """Sockets that close without a word."""
+    for number in range(20):
+        channel = grpc.insecure_channel(own_cluster.grpc_address)
+        stream = inference_pb2_grpc.InferenceStub(channel).Generate(
+            request(ids=ids(600, number), max_tokens=500, ignore_eos=True)
+        )
+        next(stream)
+        channel.close()
+    eventually(own_cluster.held_nothing, 2, "nothing held")
