@@ -157,13 +157,19 @@ class Engine:
         while (plan := self._next_plan()) is not None:
             started_s = self._clock()
             try:
-                result = self._runner.run(plan, lambda layer, p=plan: self._listener.layer_written(p, layer))
+                result = self._runner.run(
+                    plan, lambda layer, p=plan: self._listener.layer_written(p, layer)
+                )
             except Exception as error:
                 self._give_up(plan, error)
                 continue
             ended_s = self._clock()
-            record = StepRecord(plan.num_decode_tokens, plan.num_prefill_tokens, ended_s - started_s)
-            self._pace.observe(record.num_prefill_tokens, record.num_decode_tokens, record.elapsed_s)
+            record = StepRecord(
+                plan.num_decode_tokens, plan.num_prefill_tokens, ended_s - started_s
+            )
+            self._pace.observe(
+                record.num_prefill_tokens, record.num_decode_tokens, record.elapsed_s
+            )
             with self._changed:
                 events = self._scheduler.apply(plan, result, ended_s)
             self._listener.stepped(events, record)

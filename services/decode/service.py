@@ -50,6 +50,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         self, request_iterator: AsyncIterator[wire.DecodeCommand], context: Any
     ) -> AsyncIterator[wire.DecodeEvents]:
         session: Session[wire.DecodeEvent] = Session()
+        context.add_done_callback(lambda _: session.close())
 
         def handle(command: wire.DecodeCommand) -> None:
             if command.HasField("start"):

@@ -77,6 +77,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         self, request_iterator: AsyncIterator[wire.PrefillCommand], context: Any
     ) -> AsyncIterator[wire.PrefillEvents]:
         session: Session[wire.PrefillEvent] = Session()
+        context.add_done_callback(lambda _: session.close())
 
         def handle(command: wire.PrefillCommand) -> None:
             if command.HasField("start"):

@@ -49,6 +49,13 @@ class Session(Generic[Event]):
         if task := self._tasks.get(request_id):
             task.cancel()
 
+    def close(self) -> None:
+        """The stream is gone: cancel what runs on it. Idempotent."""
+        self._closed = True
+        self._due.set()
+        for task in list(self._tasks.values()):
+            task.cancel()
+
     async def run(
         self,
         commands: AsyncIterator[Command],
@@ -57,17 +64,15 @@ class Session(Generic[Event]):
         """Serve the stream until the router ends it; yields the events of each turn."""
         reader = asyncio.create_task(self._read(commands, handle), name="session-reader")
         try:
-            while not (reader.done() and not self._tasks and not self._outbox):
+            while not self._closed and not (reader.done() and not self._tasks and not self._outbox):
                 await self._due.wait()
                 self._due.clear()
                 batch, self._outbox = self._outbox, []
                 if batch:
                     yield batch
         finally:
-            self._closed = True
             reader.cancel()
-            for task in list(self._tasks.values()):
-                task.cancel()
+            self.close()
 
     async def _read(
         self,

@@ -195,7 +195,9 @@ def _drain(stream: Any, sink: Callable[[str], None]) -> None:
     stream.close()
 
 
-def _first_line(process: subprocess.Popen[str], lines: "queue.Queue[str]", errors: list[str]) -> str:
+def _first_line(
+    process: subprocess.Popen[str], lines: "queue.Queue[str]", errors: list[str]
+) -> str:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         with contextlib.suppress(queue.Empty):
