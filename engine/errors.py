@@ -7,7 +7,9 @@ EngineError
 │   └── CorruptModel          truncated or inconsistent files
 ├── InvalidRequest            the client's input is wrong (names the field)
 ├── CapacityError             the request can never fit this engine
-└── IllegalTransition         a bug: an event no state table allows
+├── InvalidConfig             settings that no engine can be built with
+├── IllegalTransition         a bug: an event no state table allows
+└── IntegrityError            a bug: blocks or sequences do not add up
 """
 
 
@@ -51,3 +53,11 @@ class CapacityError(EngineError):
 
 class IllegalTransition(EngineError):
     """An event arrived that the state table does not allow: a bug, never an input error."""
+
+
+class InvalidConfig(EngineError):
+    """No engine can be built with these settings. Names the setting."""
+
+
+class IntegrityError(EngineError):
+    """Blocks or sequences do not add up: a bug, found by a ``check_integrity``."""

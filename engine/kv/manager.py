@@ -1,0 +1,237 @@
+"""Which sequence holds which blocks: allocation, growth, publication, quarantine.
+
+Joins the pool and the prefix index. Knows tokens, not requests, steps or tensors.
+Called by ``scheduler``; the services read its stats. Single-threaded: the caller holds a lock.
+
+A block enters the prefix index only when its bytes exist: whoever wrote or received them says
+so with ``publish``. Blocks below ``num_cached_tokens`` of an allocation are shared and full,
+and never written by the sequence; those after are its own until it publishes them.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine.errors import IllegalTransition, IntegrityError, InvalidConfig
+from engine.kv.pool import BlockPool, BlockStats
+from engine.kv.prefix import PrefixIndex, block_hashes, check_block_size, root_hash
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Blocks for all tokens of a sequence; the KV of the first ones is already there."""
+
+    block_table: tuple[int, ...]
+    num_cached_tokens: int
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What one sequence holds. ``hashes`` are those of its first full blocks, as far as known."""
+
+    root: bytes
+    block_ids: list[int]
+    hashes: list[bytes] = field(default_factory=list)
+    num_published_blocks: int = 0
+
+
+class KvManager:
+    """The KV blocks of one engine, by sequence.
+
+    Args:
+        num_blocks: blocks in the KV cache.
+        block_size: tokens in a block, a multiple of 16.
+        model_digest: weights and recipe; part of every block hash.
+        prefix_cache: reuse the KV of equal beginnings.
+        watermark_blocks: an allocation leaves this many blocks for the growth of the
+            sequences that hold blocks already; without any it may take all.
+
+    Raises:
+        InvalidConfig: a size is impossible.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        model_digest: str,
+        prefix_cache: bool = True,
+        watermark_blocks: int = 0,
+    ) -> None:
+        check_block_size(block_size)
+        if num_blocks < 1:
+            raise InvalidConfig("the KV cache holds no block: raise kv_cache_bytes")
+        self.block_size = block_size
+        self.num_query_tokens = 0
+        """Tokens looked up in the prefix index by successful allocations, ever."""
+        self.num_hit_tokens = 0
+        """Of those, tokens found."""
+        self._model_digest = model_digest
+        self._prefix_cache = prefix_cache
+        self._watermark_blocks = watermark_blocks
+        self._pool = BlockPool(num_blocks)
+        self._index = PrefixIndex()
+        self._holdings: dict[str, _Holding] = {}
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest sequence the whole cache could hold."""
+        return self._pool.num_blocks * self.block_size
+
+    @property
+    def sequence_ids(self) -> Collection[str]:
+        """Who holds blocks."""
+        return self._holdings.keys()
+
+    def hashes(self, token_ids: Sequence[int], salt: str = "") -> list[bytes]:
+        """Block hashes of the full blocks of ``token_ids``."""
+        return block_hashes(root_hash(self._model_digest, salt=salt), token_ids, self.block_size)
+
+    def block_table(self, sequence_id: str) -> tuple[int, ...]:
+        return tuple(self._holding(sequence_id).block_ids)
+
+    def allocate(
+        self, sequence_id: str, token_ids: Sequence[int], salt: str = ""
+    ) -> Allocation | None:
+        """Blocks for all of ``token_ids``, or None when they do not fit now.
+
+        Takes over the longest published beginning, but never all of it: at least the last
+        token is left to compute, because its logits are needed.
+        """
+        if sequence_id in self._holdings:
+            raise IllegalTransition(f"sequence {sequence_id}: allocated twice")
+        holding = _Holding(root_hash(self._model_digest, salt=salt), [])
+        hits: list[int] = []
+        if self._prefix_cache:
+            self._extend_hashes(holding, token_ids, len(token_ids) // self.block_size)
+            hits = self._index.longest_prefix(
+                holding.hashes[: (len(token_ids) - 1) // self.block_size]
+            )
+        num_fresh = self._num_blocks_for(len(token_ids)) - len(hits)
+        if not self._fits(hits, num_fresh):
+            return None
+        for block_id in hits:
+            self._pool.share(block_id)
+        holding.block_ids = hits + self._take(num_fresh)
+        holding.num_published_blocks = len(hits)
+        self._holdings[sequence_id] = holding
+        num_cached_tokens = len(hits) * self.block_size
+        self.num_query_tokens += len(token_ids)
+        self.num_hit_tokens += num_cached_tokens
+        return Allocation(tuple(holding.block_ids), num_cached_tokens)
+
+    def append(self, sequence_id: str, num_tokens: int) -> bool:
+        """Grow to hold ``num_tokens`` in all. False: does not fit, and nothing changed."""
+        holding = self._holding(sequence_id)
+        num_fresh = self._num_blocks_for(num_tokens) - len(holding.block_ids)
+        if num_fresh > self._pool.num_available:
+            return False
+        if num_fresh > 0:
+            holding.block_ids += self._take(num_fresh)
+        return True
+
+    def publish(self, sequence_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """The KV of the first ``num_computed_tokens`` of ``token_ids`` exists: index full blocks.
+
+        Idempotent. A block whose hash another block has already stays unindexed.
+        """
+        holding = self._holding(sequence_id)
+        num_full = num_computed_tokens // self.block_size
+        if num_computed_tokens > len(token_ids) or num_full > len(holding.block_ids):
+            raise IllegalTransition(f"sequence {sequence_id}: publishes more than it holds")
+        if not self._prefix_cache or num_full <= holding.num_published_blocks:
+            return
+        self._extend_hashes(holding, token_ids, num_full)
+        for i in range(holding.num_published_blocks, num_full):
+            if self._index.add(holding.hashes[i], holding.block_ids[i]):
+                self._pool.mark_indexed(holding.block_ids[i])
+        holding.num_published_blocks = num_full
+
+    def free(self, sequence_id: str) -> None:
+        """Give all blocks back; published ones stay cached.
+
+        The last block goes first, so that a chain is evicted from its end.
+        """
+        holding = self._pop(sequence_id)
+        for block_id in reversed(holding.block_ids):
+            self._pool.release(block_id)
+
+    def quarantine(self, sequence_id: str) -> tuple[int, ...]:
+        """End a sequence that a remote writer may still be writing.
+
+        Its unpublished blocks are locked away and returned: whoever proves the writer quiet
+        hands exactly these to ``release_quarantine``. Nobody writes published ones: they are
+        given back.
+        """
+        holding = self._pop(sequence_id)
+        published = holding.block_ids[: holding.num_published_blocks]
+        written = holding.block_ids[holding.num_published_blocks :]
+        for block_id in written:
+            self._pool.quarantine(block_id)
+        for block_id in reversed(published):
+            self._pool.release(block_id)
+        return tuple(written)
+
+    def release_quarantine(self, block_ids: Iterable[int]) -> None:
+        """The remote writer of these blocks is quiet: they are free."""
+        for block_id in block_ids:
+            self._pool.release_quarantine(block_id)
+
+    def stats(self) -> BlockStats:
+        return self._pool.stats()
+
+    def check_integrity(self) -> None:
+        """Pool, index and block tables agree.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        self._pool.check_integrity()
+        self._index.check_integrity()
+        counts = [0] * self._pool.num_blocks
+        for sequence_id, holding in self._holdings.items():
+            if len(set(holding.block_ids)) != len(holding.block_ids):
+                raise IntegrityError(f"sequence {sequence_id}: one block twice in its table")
+            for i, block_id in enumerate(holding.block_ids):
+                counts[block_id] += 1
+                if i >= holding.num_published_blocks and self._pool.ref_count(block_id) != 1:
+                    raise IntegrityError(f"block {block_id}: unpublished, but owned twice")
+        if any(self._pool.ref_count(i) != count for i, count in enumerate(counts)):
+            raise IntegrityError("ref counts differ from the block tables")
+        if self.stats().cached > len(self._index):
+            raise IntegrityError("more blocks cached than indexed")
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _fits(self, hits: list[int], num_fresh: int) -> bool:
+        spared = self._watermark_blocks if self._holdings else 0
+        # A hit nobody holds is available now and will not be once it is shared.
+        num_cached_hits = sum(self._pool.ref_count(block_id) == 0 for block_id in hits)
+        return num_fresh + num_cached_hits + spared <= self._pool.num_available
+
+    def _take(self, count: int) -> list[int]:
+        taken = self._pool.take(count)
+        if taken is None:
+            raise IntegrityError(f"{count} blocks were promised and are not there")
+        for block_id in taken:
+            self._index.forget(block_id)
+        return taken
+
+    def _extend_hashes(
+        self, holding: _Holding, token_ids: Sequence[int], num_full_blocks: int
+    ) -> None:
+        start = len(holding.hashes) * self.block_size
+        parent = holding.hashes[-1] if holding.hashes else holding.root
+        tail = token_ids[start : num_full_blocks * self.block_size]
+        holding.hashes += block_hashes(parent, tail, self.block_size)
+
+    def _holding(self, sequence_id: str) -> _Holding:
+        holding = self._holdings.get(sequence_id)
+        if holding is None:
+            raise IllegalTransition(f"sequence {sequence_id}: holds no blocks")
+        return holding
+
+    def _pop(self, sequence_id: str) -> _Holding:
+        holding = self._holding(sequence_id)
+        del self._holdings[sequence_id]
+        return holding
