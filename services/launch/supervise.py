@@ -1,0 +1,159 @@
+"""A cluster on its way up, while it lives, and down again.
+
+    1  start    the router first, then all workers at once; the first that cannot start ends it all
+    2  watch    a worker that dies is started again, as a new instance, after a pause that grows;
+                one that keeps dying, or the router's death, ends the cluster with the reason
+    3  stop     the router drains and goes, then the workers; whoever is late is killed
+
+Knows nothing of requests or models, nor how a worker is placed. Called by ``services.cli``.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.launch.place import Instance, Launcher, LaunchError
+from services.launch.processes import ChildProcess
+from services.runtime.settings import RouterConfig, WorkerConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """What a cluster is made of."""
+
+    router: RouterConfig
+    worker_for: Callable[[str, str], WorkerConfig]
+    """(role, the router's internal address) -> the config of a worker."""
+    roles: tuple[str, ...]
+    """One entry a worker."""
+
+    def names(self) -> list[tuple[str, str]]:
+        """(name, role) of every worker: ``prefill-0``, ``prefill-1``, ``decode-0``."""
+        counts: dict[str, int] = {}
+        named = []
+        for role in self.roles:
+            named.append((f"{role}-{counts.setdefault(role, 0)}", role))
+            counts[role] += 1
+        return named
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When a worker that died is started again, and when it is given up."""
+
+    first_pause_s: float = 0.2
+    max_pause_s: float = 5.0
+    quick_s: float = 30.0
+    """A death sooner than this after the start counts as another in a row."""
+    max_quick_deaths: int = 5
+
+    def pause_s(self, quick_deaths: int) -> float | None:
+        """Seconds to wait after that many quick deaths in a row; None: give up."""
+        if quick_deaths >= self.max_quick_deaths:
+            return None
+        return min(self.max_pause_s, self.first_pause_s * 2.0 ** max(0, quick_deaths - 1))
+
+
+StartRouter = Callable[[str, RouterConfig], Coroutine[Any, Any, Instance]]
+
+
+class Cluster:
+    """A router and its workers. ``start``, then ``watch`` until told otherwise, then ``stop``."""
+
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        launcher: Launcher,
+        *,
+        policy: RestartPolicy | None = None,
+        start_router: StartRouter = ChildProcess.start,
+        on_up: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._plan = plan
+        self._launcher = launcher
+        self._policy = policy or RestartPolicy()
+        self._start_router = start_router
+        self._on_up = on_up
+        self._router: Instance | None = None
+        self._workers: dict[str, Instance] = {}
+
+    async def start(self) -> Mapping[str, str]:
+        """Bring everything up; the router's addresses by server name.
+
+        Raises:
+            LaunchError: something could not start. ``stop`` is still to be called.
+        """
+        self._router = await self._start_router("router", self._plan.router)
+        self._on_up("router")
+        await self._all(self._place(name, role) for name, role in self._plan.names())
+        return self._router.addresses
+
+    async def watch(self) -> None:
+        """Restart what dies. Returns never.
+
+        Raises:
+            LaunchError: the router died, or a worker keeps dying.
+        """
+        named = self._plan.names()
+        await self._all([self._router_died(), *(self._keep(name, role) for name, role in named)])
+
+    async def stop(self, drain_s: float) -> None:
+        """Stop everything in order. ``drain_s``: what the requests in flight are given."""
+        if self._router is not None:
+            # The router ends its drain by itself; the rest is for its way out.
+            await self._router.stop(drain_s + 2.0)
+        await asyncio.gather(*(worker.stop(2.0) for worker in self._workers.values()))
+        await self._launcher.close()
+
+    def kill(self) -> None:
+        """End everything at once; a ``stop`` under way returns soon."""
+        for instance in filter(None, [self._router, *self._workers.values()]):
+            instance.kill()
+
+    async def _all(self, jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Run jobs together; the first failure cancels the others and is raised."""
+        tasks = [asyncio.ensure_future(job) for job in jobs]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _place(self, name: str, role: str) -> None:
+        assert self._router is not None
+        config = self._plan.worker_for(role, self._router.addresses["internal"])
+        self._workers[name] = await self._launcher.place(name, config)
+        self._on_up(name)
+
+    async def _router_died(self) -> None:
+        assert self._router is not None
+        raise LaunchError(f"router: {await self._router.died()}")
+
+    async def _keep(self, name: str, role: str) -> None:
+        quick_deaths = 0
+        started_s = time.monotonic()
+        reason = await self._workers[name].died()
+        while True:
+            quick = time.monotonic() - started_s < self._policy.quick_s
+            quick_deaths = quick_deaths + 1 if quick else 1
+            pause_s = self._policy.pause_s(quick_deaths)
+            if pause_s is None:
+                raise LaunchError(f"{name}: died {quick_deaths} times in a row; {reason}")
+            log.warning("%s: %s; starting it again in %.1f s", name, reason, pause_s)
+            await asyncio.sleep(pause_s)
+            started_s = time.monotonic()
+            reason = await self._live(name, role)
+
+    async def _live(self, name: str, role: str) -> str:
+        """Start a worker; returns how its life ended."""
+        try:
+            await self._place(name, role)
+        except LaunchError as error:
+            return str(error)
+        return await self._workers[name].died()
