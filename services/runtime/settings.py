@@ -1,0 +1,213 @@
+"""Frozen configuration of the services. A docstring per field, read by the command line.
+
+Knows no option parser: ``field_help`` gives a field's text, the dataclass its default.
+``validate`` is called once, by whoever starts the process; nothing re-checks inside.
+"""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+
+from engine.config import EngineConfig
+from protos import cluster_pb2
+from services.runtime.errors import InvalidArgument, NotFound
+from services.runtime.server import check_bind
+
+MAX_PORT = 65_535
+
+
+class Role(StrEnum):
+    """What an instance does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COLOCATED = "colocated"
+
+    @property
+    def number(self) -> int:
+        """The role in protos."""
+        return int(cluster_pb2.Role.Value(f"ROLE_{self.name}"))
+
+    @classmethod
+    def from_number(cls, number: int) -> "Role":
+        """Raises: InvalidArgument: no such role."""
+        for role in cls:
+            if role.number == number:
+                return role
+        raise InvalidArgument("role", "must be prefill, decode or colocated")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """What a router is started with."""
+
+    model: str
+    """Path of a GGUF file or Hugging Face directory, or demo."""
+    host: str = "127.0.0.1"
+    """Address of the public gRPC and HTTP ports."""
+    grpc_port: int = 50051
+    """Public gRPC port; 0: any free one."""
+    http_port: int = 8000
+    """Public HTTP port (OpenAI API, health, metrics); 0: any free one."""
+    internal_host: str = "127.0.0.1"
+    """Address of the internal port, where instances register."""
+    internal_port: int = 50052
+    """Internal gRPC port, where instances register; 0: any free one."""
+    disaggregate_from: int = 128
+    """Prompts of at least so many tokens are prefilled on a prefill instance."""
+    max_requests: int = 1024
+    """Most requests at once; more are refused with a hint when to retry."""
+    insecure: bool = False
+    """Allow addresses that other machines can reach, without encryption or keys."""
+    drain_timeout_s: float = 30.0
+    """How long a stopping router waits for running requests, in seconds."""
+
+    def validate(self) -> None:
+        """Raises: InvalidArgument: names the option."""
+        _check_model(self.model)
+        for name in ("grpc_port", "http_port", "internal_port"):
+            _check_port(name, getattr(self, name))
+        _check_distinct_ports(self)
+        _check_at_least("disaggregate_from", self.disaggregate_from, 0)
+        _check_at_least("max_requests", self.max_requests, 1)
+        _check_at_least("drain_timeout_s", self.drain_timeout_s, 0)
+        check_bind(self.host, self.insecure)
+        check_bind(self.internal_host, self.insecure)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What one instance is started with."""
+
+    model: str
+    """Path of a GGUF file or Hugging Face directory, or demo."""
+    role: Role
+    """What the instance does: prefill, decode or colocated."""
+    router: str
+    """Internal address of the router, host:port."""
+    host: str = "127.0.0.1"
+    """Address of the instance's internal port and of its metrics port."""
+    port: int = 0
+    """Internal gRPC port; 0: any free one."""
+    advertise_host: str = ""
+    """Host name under which others reach this instance; empty: the address it binds."""
+    metrics_port: int = 0
+    """Port of the Prometheus metrics; 0: any free one."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """The engine's configuration."""
+    transport: str = "auto"
+    """How KV bytes move: auto or grpc."""
+    insecure: bool = False
+    """Allow addresses that other machines can reach, without encryption."""
+    drain_timeout_s: float = 30.0
+    """How long a stopping instance waits for running requests, in seconds."""
+
+    def validate(self) -> None:
+        """Raises: InvalidArgument: names the option."""
+        _check_model(self.model)
+        _check_address("router", self.router)
+        _check_port("port", self.port)
+        _check_port("metrics_port", self.metrics_port)
+        _check_choice("transport", self.transport, ("auto", "grpc"))
+        _check_at_least("drain_timeout_s", self.drain_timeout_s, 0)
+        check_bind(self.host, self.insecure)
+        validate_engine(self.engine)
+
+
+def validate_engine(engine: EngineConfig) -> None:
+    """Check what can be checked without a model or a device.
+
+    Raises:
+        InvalidArgument: names the option.
+    """
+    _check_choice("device", engine.device, ("auto", "cpu", "cuda"))
+    _check_choice("dtype", engine.dtype, ("auto", "float32", "bfloat16"))
+    for name in ("block_size", "threads", "token_budget", "max_decode_sequences"):
+        _check_at_least(name, getattr(engine, name), 1)
+    for name in ("kv_cache_bytes", "max_context"):
+        _check_at_least(name, getattr(engine, name), 0)
+    if not engine.max_step_s > 0:
+        raise InvalidArgument("--max-step-s", "must be more than 0 seconds")
+
+
+@cache
+def _docstrings(cls: type) -> dict[str, str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+        match statement, following:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = " ".join(text.split())
+    return found
+
+
+def field_help(cls: type, name: str) -> str:
+    """The docstring below field ``name`` of a config dataclass.
+
+    Raises:
+        NotFound: the class has no such field, or the field no docstring.
+    """
+    text = _docstrings(cls).get(name)
+    if text is None:
+        raise NotFound(f"{cls.__name__}.{name} has no docstring")
+    return text
+
+
+def field_default(cls: type, name: str) -> object:
+    """The default of field ``name`` of a config dataclass.
+
+    Raises:
+        NotFound: the class has no such field, or the field no default.
+    """
+    assert dataclasses.is_dataclass(cls)
+    for each in dataclasses.fields(cls):
+        if each.name == name and each.default is not dataclasses.MISSING:
+            return each.default
+    raise NotFound(f"{cls.__name__}.{name} has no default")
+
+
+def option_name(name: str) -> str:
+    """A field as the command line spells it."""
+    return "--" + name.replace("_", "-")
+
+
+def _check_model(model: str) -> None:
+    if not model.strip():
+        raise InvalidArgument("MODEL", "is empty: give a GGUF file, a directory or demo")
+
+
+def _check_port(name: str, port: int) -> None:
+    if not 0 <= port <= MAX_PORT:
+        raise InvalidArgument(option_name(name), f"{port} is not a port (0 to {MAX_PORT})")
+
+
+def _check_distinct_ports(config: RouterConfig) -> None:
+    taken = [(config.host, config.grpc_port), (config.host, config.http_port)]
+    taken.append((config.internal_host, config.internal_port))
+    fixed = [each for each in taken if each[1] != 0]
+    if len(set(fixed)) < len(fixed):
+        raise InvalidArgument("--grpc-port", "the gRPC, HTTP and internal ports must differ")
+
+
+def _check_at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise InvalidArgument(option_name(name), f"{value} is less than {least}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidArgument(option_name(name), f"{value!r} is none of {', '.join(choices)}")
+
+
+def _check_address(name: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) <= MAX_PORT:
+        raise InvalidArgument(option_name(name), f"{address!r} is not HOST:PORT")
