@@ -1,0 +1,216 @@
+"""The fast path that torch alone gives on a CPU.
+
+Attention gathers K and V of a sequence head by head (``[heads, tokens, head_dim]``, contiguous) and
+runs as two batched matrix products around a softmax: in bfloat16 three times faster than
+``scaled_dot_product_attention`` here, and no slower in float32. Query heads that share a KV head
+are rows of the same product. Decode rows of about equal context go through one such product;
+prefill chunks go 64 rows at a time, each tile seeing no more of the context than it may.
+
+Knows nothing of models. Implements ``engine.ops.interface.Ops``.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kv.cache import key_rows
+from engine.ops.batch import Batch, Span
+from engine.ops.interface import Linear
+from kvtransfer.layout import KvLayout
+
+TILE_ROWS = 64
+# A group of decode rows is padded to its longest context: at most this much gathered in vain.
+MOST_PADDING = 1.25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeGroup:
+    """Single rows of several sequences, attended at once."""
+
+    rows: Tensor
+    """[sequences]"""
+    head_rows: Tensor
+    """[sequences * num_kv_heads * width]: rows of the layer seen as [-1, head_dim]."""
+    width: int
+    """Longest context in the group."""
+    mask: Tensor
+    """[sequences * num_kv_heads, 1, width]: 0 or -inf, in the cache's dtype."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tile:
+    """Adjacent rows of one chunk."""
+
+    first: int
+    stop: int
+    """Rows of the batch."""
+    width: int
+    """Context up to the last row, itself included."""
+    mask: Tensor
+    """[1, rows * heads per KV head, width]: 0 or -inf, in the cache's dtype."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """A prefill chunk of one sequence."""
+
+    head_rows: Tensor
+    """[num_kv_heads * width]: rows of the layer seen as [-1, head_dim]."""
+    width: int
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedAttention:
+    """All a step's attention needs besides queries and KV."""
+
+    decode_groups: tuple[DecodeGroup, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class TorchCpuOps:
+    """Implements ``engine.ops.interface.Ops``."""
+
+    def pack_linear(self, weight: Tensor) -> Linear:
+        bfloat16 = weight.dtype == torch.bfloat16
+        if not torch.backends.mkldnn.is_available() or (
+            bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        ):
+            return lambda x: F.linear(x, weight)
+        # Blocked once for the matrix kernels: up to twice as fast as F.linear on every shape.
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TILE_ROWS)
+        product = torch.ops.mkldnn._linear_pointwise.default
+        return lambda x: product(x, packed, None, "none", [], "")
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        wide = x.float()
+        cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
+        sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+        return torch.addcmul(wide * cos, wide.roll(half, -1), sin).to(x.dtype)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def prepare_attention(
+        self, batch: Batch, layout: KvLayout, num_heads: int
+    ) -> PreparedAttention:
+        singles = [span for span in batch.spans if span.num_rows == 1]
+        longer = [span for span in batch.spans if span.num_rows > 1]
+        heads_per_kv = num_heads // layout.num_kv_heads
+        return PreparedAttention(
+            tuple(_decode_group(spans, layout) for spans in group_by_length(singles)),
+            tuple(_chunk(span, layout, heads_per_kv) for span in longer),
+        )
+
+    def attention(self, queries: Tensor, layer: Tensor, prepared: PreparedAttention) -> Tensor:
+        output = torch.empty_like(queries)
+        for group in prepared.decode_groups:
+            _attend_group(queries, layer, group, output)
+        for chunk in prepared.chunks:
+            _attend_chunk(queries, layer, chunk, output)
+        return output.flatten(1)
+
+
+def group_by_length(spans: list[Span]) -> Iterator[list[Span]]:
+    """Split single rows so that no group is padded by more than ``MOST_PADDING``."""
+    group: list[Span] = []
+    total = 0
+    for span in sorted(spans, key=lambda span: -span.end):
+        if group and group[0].end * (len(group) + 1) > MOST_PADDING * (total + span.end):
+            yield group
+            group, total = [], 0
+        group.append(span)
+        total += span.end
+    if group:
+        yield group
+
+
+def _head_rows(spans: list[Span], width: int, layout: KvLayout) -> Tensor:
+    """``[sequences * num_kv_heads * width]``. Padding repeats a sequence's own last token.
+
+    So nothing foreign or unwritten is ever read, which a mask could not undo if it were NaN.
+    """
+    slots = np.stack(
+        [s.slots(np.minimum(np.arange(width), s.end - 1), layout.block_size) for s in spans]
+    )
+    rows = key_rows(torch.from_numpy(slots), layout.block_size) * layout.num_kv_heads
+    heads = torch.arange(layout.num_kv_heads).view(1, -1, 1)
+    return (rows.unsqueeze(1) + heads).flatten()
+
+
+def _mask(hidden: Tensor, layout: KvLayout) -> Tensor:
+    zeros = torch.zeros(hidden.shape, dtype=getattr(torch, layout.dtype))
+    return zeros.masked_fill_(hidden, float("-inf"))
+
+
+def _decode_group(spans: list[Span], layout: KvLayout) -> DecodeGroup:
+    width = max(span.end for span in spans)
+    ends = torch.tensor([span.end for span in spans]).repeat_interleave(layout.num_kv_heads)
+    return DecodeGroup(
+        rows=torch.tensor([span.first_row for span in spans]),
+        head_rows=_head_rows(spans, width, layout),
+        width=width,
+        mask=_mask(torch.arange(width) >= ends.view(-1, 1, 1), layout),
+    )
+
+
+def _chunk(span: Span, layout: KvLayout, heads_per_kv: int) -> Chunk:
+    tiles = []
+    for first in range(0, span.num_rows, TILE_ROWS):
+        stop = min(first + TILE_ROWS, span.num_rows)
+        position = torch.arange(span.start + first, span.start + stop)
+        width = span.start + stop
+        hidden = torch.arange(width) > position.repeat_interleave(heads_per_kv).view(1, -1, 1)
+        mask = _mask(hidden, layout)
+        tiles.append(Tile(span.first_row + first, span.first_row + stop, width, mask))
+    return Chunk(_head_rows([span], span.end, layout), span.end, tuple(tiles))
+
+
+def _gather(layer: Tensor, head_rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """K and V as ``[sequences * num_kv_heads, width, head_dim]``."""
+    _, _, block_size, num_kv_heads, head_dim = layer.shape
+    flat = layer.view(-1, head_dim)
+    keys = flat.index_select(0, head_rows)
+    values = flat[block_size * num_kv_heads :].index_select(0, head_rows)
+    return keys.view(-1, width, head_dim), values.view(-1, width, head_dim)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """``[n, q, head_dim] x [n, k, head_dim] -> [n, q, head_dim]``."""
+    scale = queries.shape[-1] ** -0.5
+    scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(-1), values)
+
+
+def _attend_group(queries: Tensor, layer: Tensor, group: DecodeGroup, output: Tensor) -> None:
+    _, num_heads, head_dim = queries.shape
+    keys, values = _gather(layer, group.head_rows, group.width)
+    mine = queries.index_select(0, group.rows).view(keys.shape[0], -1, head_dim)
+    attended = _attend(mine, keys, values, group.mask)
+    output.index_copy_(0, group.rows, attended.view(-1, num_heads, head_dim))
+
+
+def _attend_chunk(queries: Tensor, layer: Tensor, chunk: Chunk, output: Tensor) -> None:
+    _, num_heads, head_dim = queries.shape
+    keys, values = _gather(layer, chunk.head_rows, chunk.width)
+    num_kv_heads = keys.shape[0]
+    for tile in chunk.tiles:
+        shape = (tile.stop - tile.first, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        mine = queries[tile.first : tile.stop].view(shape).transpose(0, 1)
+        attended = _attend(
+            mine.reshape(num_kv_heads, -1, head_dim),
+            keys[:, : tile.width],
+            values[:, : tile.width],
+            tile.mask,
+        )
+        by_row = attended.view(mine.shape).transpose(0, 1)
+        output[tile.first : tile.stop].view(shape).copy_(by_row)

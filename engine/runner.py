@@ -1,0 +1,146 @@
+"""Runs one plan at a time: rows to tensors, forward, sample. One per engine.
+
+Settles what ``auto`` means on this machine and makes the KV cache. Knows nothing of requests,
+schedules or handoffs. Built by the worker; called on the engine's step thread.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import CapacityError, ModelError
+from engine.kv.cache import PagedKvCache, num_blocks_for
+from engine.loaders.files import ModelFiles
+from engine.models.interface import Model
+from engine.models.llama import Llama
+from engine.ops.batch import make_batch
+from engine.ops.torch_cpu import TorchCpuOps
+from engine.plan import StepPlan, StepResult
+from engine.sampler import sample
+from kvtransfer.layout import KvLayout
+
+MOST_AUTO_KV_BYTES = 1 << 30
+NOT_FINITE = "the model's logits are not finite for this sequence"
+
+
+class Runner:
+    """The model and its KV cache.
+
+    Raises:
+        ModelError: the model cannot be computed as asked.
+        CapacityError: the KV cache is too small for one block, or for ``max_context``.
+    """
+
+    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+        device = resolve_device(config.device)
+        self.model_config = files.config
+        self.dtype = resolve_dtype(config.dtype)
+        self.layout = files.config.kv_layout(self.dtype, config.block_size)
+        kv_cache_bytes = config.kv_cache_bytes or default_kv_cache_bytes()
+        self.num_blocks = num_blocks_for(kv_cache_bytes, self.layout)
+        self.max_context = resolve_max_context(config, files.config, self.num_blocks)
+        self.model_digest = model_digest(files.identity, self.dtype, self.layout)
+        self.cache = PagedKvCache(self.layout, self.num_blocks, device)
+        self._threads = config.threads
+        torch.set_num_threads(config.threads)
+        with torch.inference_mode():
+            self._model: Model = Llama(files.config, files, TorchCpuOps(), self.dtype)
+
+    def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepResult:
+        """One forward over the plan's sequences (at least one)."""
+        # OpenMP keeps the number of threads per calling thread.
+        torch.set_num_threads(self._threads)
+        sampling = [sequence for sequence in plan.sequences if sequence.samples]
+        with torch.inference_mode():
+            batch = make_batch(plan.sequences, self.layout.block_size)
+            logits = self._model.forward(batch, self.cache, on_layer or _ignore)
+            tokens = sample(logits, [s.sampling for s in sampling], [s.end for s in sampling])
+        sampled = {s.request_id: t for s, t in zip(sampling, tokens, strict=True) if t is not None}
+        failures = {s.request_id: NOT_FINITE for s in sampling if s.request_id not in sampled}
+        return StepResult(sampled, failures)
+
+
+def _ignore(layer: int) -> None:
+    """Nobody listens for layers."""
+
+
+def resolve_device(device: str) -> str:
+    """``auto`` is the CPU.
+
+    Raises:
+        ModelError: not a device of this build.
+    """
+    if device in ("auto", "cpu"):
+        return "cpu"
+    if device == "cuda":
+        raise ModelError("device cuda: this build computes on the CPU only; use --device cpu")
+    raise ModelError(f"device {device}: unknown; use auto or cpu")
+
+
+def resolve_dtype(dtype: str) -> str:
+    """``auto`` is bfloat16 where the processor multiplies it, else float32.
+
+    Raises:
+        ModelError: a dtype that is not computed in.
+    """
+    if dtype == "auto":
+        return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
+    if dtype in ("float32", "bfloat16"):
+        return dtype
+    raise ModelError(f"dtype {dtype}: unknown; use auto, float32 or bfloat16")
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether the processor has AVX-512 BF16, AMX BF16 or the Arm equivalent, and torch uses it."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def default_kv_cache_bytes() -> int:
+    """An eighth of the memory this process may use, at most 1 GiB."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        memory = min(memory, int(text))
+    return min(MOST_AUTO_KV_BYTES, memory // 8)
+
+
+def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    """The longest prompt + answer: as asked, or all that the model and the KV cache allow.
+
+    Raises:
+        CapacityError: more is asked than either allows.
+    """
+    held = num_blocks * config.block_size
+    if config.max_context == 0:
+        return min(model.max_positions, held)
+    if config.max_context > model.max_positions:
+        raise CapacityError(
+            f"max_context {config.max_context}: the model was trained for {model.max_positions} "
+            "tokens; use --max-context up to that"
+        )
+    if config.max_context > held:
+        raise CapacityError(
+            f"max_context {config.max_context}: the KV cache holds {held} tokens; "
+            "raise --kv-cache-bytes or lower --max-context"
+        )
+    return config.max_context
+
+
+def model_digest(identity: str, dtype: str, layout: KvLayout) -> str:
+    """sha256 over the files and the numeric recipe: what must agree for KV to mean the same.
+
+    Block size and order are not part of it: KV can be repacked, values cannot be recomputed.
+    """
+    recipe = asdict(layout) | {"files": identity, "weights": dtype, "compute": dtype}
+    del recipe["block_size"], recipe["order"]
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()

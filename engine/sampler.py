@@ -1,0 +1,153 @@
+"""Choose the next token of every row from its logits.
+
+Greedy rows take the largest logit. The others draw by the Gumbel-max rule: of the kept tokens, the
+one with the largest ``logit / temperature + G(seed, position, token)``, where G is standard Gumbel
+noise. The noise is a pure function (below), so a draw does not depend on the rest of the batch, on
+the process or on what was drawn before; and each token has its own noise, so that a last-bit
+difference in the logits changes a draw only where two tokens were tied that closely (inverting
+one uniform number through the cumulative distribution would lack that).
+
+    key     = mix64(mix64(seed + c) + position)            mod 2^64, c = 0x9E3779B97F4A7C15
+    h       = fmix32((fmix32(token) ^ low32(key)) * (high32(key) | 1))
+    u       = (h + 0.5) / 2^32
+    G       = -log(-log(u))                                in float64
+
+``mix64`` is the finaliser of splitmix64 (Steele, Lea, Flood 2014), ``fmix32`` that of MurmurHash3.
+Filters apply in the order temperature, top_k, top_p.
+
+Knows nothing of sequences or plans. Called by the runner.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.request import SamplingParams
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+# Candidates that top_k and top_p look at first; a flatter distribution looks at all.
+_NARROW = 1024
+# Rows whose noise is made at once: their temporaries stay in the processor's cache.
+_NOISE_ROWS = 4
+
+
+def sample(
+    logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]
+) -> list[int | None]:
+    """One token a row; None where a row's logits are not finite.
+
+    Args:
+        logits: float32 ``[rows, vocab_size]``.
+        sampling: of each row.
+        positions: position, in its sequence, of the token that each row chooses.
+    """
+    # A sum is finite only if all its terms are: one pass instead of three.
+    finite = logits.sum(-1).isfinite().tolist()
+    best = logits.argmax(-1).tolist()
+    tokens = [token if ok else None for token, ok in zip(best, finite, strict=True)]
+    drawn = [row for row, ok in enumerate(finite) if ok and sampling[row].temperature > 0]
+    for row, token in _draw(logits, sampling, positions, drawn):
+        tokens[row] = token
+    return tokens
+
+
+def _draw(
+    logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int], rows: list[int]
+) -> list[tuple[int, int]]:
+    vocab_size = logits.shape[1]
+    filtered = [r for r in rows if 0 < sampling[r].top_k < vocab_size or sampling[r].top_p < 1]
+    unfiltered = sorted(set(rows) - set(filtered))
+    drawn: list[tuple[int, int]] = []
+    for first in range(0, len(unfiltered), _NOISE_ROWS):
+        some = unfiltered[first : first + _NOISE_ROWS]
+        ids = torch.arange(vocab_size, dtype=torch.int32).expand(len(some), -1)
+        scores = _scaled(logits[some], some, sampling) + _noise(ids, some, sampling, positions)
+        drawn += zip(some, scores.argmax(-1).tolist(), strict=True)
+    for width in (min(_NARROW, vocab_size), vocab_size):
+        if not filtered:
+            break
+        values, ids = logits[filtered].topk(width)
+        kept, complete = _filter(logits[filtered], values, filtered, sampling)
+        scores = _scaled(values, filtered, sampling)
+        scores += _noise(ids.to(torch.int32), filtered, sampling, positions)
+        winner = scores.masked_fill(~kept, float("-inf")).argmax(-1, keepdim=True)
+        chosen = zip(filtered, ids.gather(1, winner).flatten().tolist(), complete, strict=True)
+        outcome = list(chosen)
+        drawn += [(row, token) for row, token, done in outcome if done]
+        filtered = [row for row, _, done in outcome if not done]
+    return drawn
+
+
+def _filter(
+    logits: Tensor, values: Tensor, rows: list[int], sampling: Sequence[SamplingParams]
+) -> tuple[Tensor, list[bool]]:
+    """Which of the candidates top_k and top_p keep, and whether no others could be kept.
+
+    Args:
+        logits: ``[rows, vocab_size]``.
+        values: ``[rows, width]``, the largest of them in descending order.
+    """
+    width, vocab_size = values.shape[1], logits.shape[1]
+    top_k = torch.tensor([sampling[row].top_k or vocab_size for row in rows]).unsqueeze(1)
+    top_p = torch.tensor([sampling[row].top_p for row in rows], dtype=torch.float64).unsqueeze(1)
+    in_top_k = torch.arange(width) < top_k
+    scaled = _scaled(values, rows, sampling).masked_fill(~in_top_k, float("-inf"))
+    total = scaled.logsumexp(-1, keepdim=True)
+    if width < vocab_size and bool((top_k > width).any()):
+        over_all = _scaled(logits, rows, sampling).logsumexp(-1, keepdim=True)
+        total = torch.where(top_k > width, over_all, total)
+    shares = (scaled - total).exp()
+    before = shares.cumsum(-1) - shares
+    # top_p = 1 keeps all, whatever rounding says of the sum; the first is always kept.
+    kept = in_top_k & ((before < top_p) | (top_p >= 1))
+    kept[:, 0] = True
+    # With top_k between width and the vocabulary the total above is of more than top_k tokens.
+    exact = (top_k <= width) | ((top_k >= vocab_size) & ~kept[:, -1:])
+    return kept, (exact.flatten() | (width == vocab_size)).tolist()
+
+
+def _scaled(logits: Tensor, rows: list[int], sampling: Sequence[SamplingParams]) -> Tensor:
+    """``logits / temperature`` in float64."""
+    temperature = [sampling[row].temperature for row in rows]
+    return logits.double() / torch.tensor(temperature, dtype=torch.float64).unsqueeze(1)
+
+
+def _noise(
+    ids: Tensor, rows: list[int], sampling: Sequence[SamplingParams], positions: Sequence[int]
+) -> Tensor:
+    """Gumbel noise in float64 for int32 token ids ``[rows, candidates]``."""
+    keys = [key_of(sampling[row].seed, positions[row]) for row in rows]
+    low = torch.tensor([_as_int32(key) for key in keys], dtype=torch.int32).unsqueeze(1)
+    high = torch.tensor([_as_int32(key >> 32 | 1) for key in keys], dtype=torch.int32).unsqueeze(1)
+    h = _fmix32((_fmix32(ids) ^ low) * high)
+    # int32 holds the same 32 bits as the unsigned number of the definition.
+    unsigned = h.double() + (h < 0) * 2.0**32
+    return -(-((unsigned + 0.5) * 2.0**-32).log()).log()
+
+
+def key_of(seed: int, position: int) -> int:
+    """The 64-bit key of one draw."""
+    return _mix64(_mix64(seed + _GOLDEN) + position)
+
+
+def _mix64(z: int) -> int:
+    z &= _MASK64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK64
+    return z ^ z >> 31
+
+
+def _as_int32(value: int) -> int:
+    low = value & 0xFFFFFFFF
+    return low - (1 << 32) if low >> 31 else low
+
+
+def _fmix32(h: Tensor) -> Tensor:
+    """On int32, whose product wraps; its right shift copies the sign, which the mask clears."""
+    h = h ^ (h >> 16 & 0xFFFF)
+    h = h * _as_int32(0x85EBCA6B)
+    h = h ^ (h >> 13 & 0x7FFFF)
+    h = h * _as_int32(0xC2B2AE35)
+    return h ^ (h >> 16 & 0xFFFF)
