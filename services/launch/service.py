@@ -7,6 +7,7 @@ router`` and ``kvrelay worker``.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from services.launch.transfer import Config
 from services.runtime.settings import RouterConfig
@@ -22,14 +23,18 @@ async def run_service(config: Config, on_ready: ReadyHandler) -> None:
         Exception: it could not start, or failed later; ``to_service_error`` has the reason.
     """
     config.validate()
+
+    async def ready(addresses: Any) -> None:
+        on_ready(dataclasses.asdict(addresses))
+
     if isinstance(config, RouterConfig):
         from services.router.app import run_router
 
-        await run_router(config, lambda addresses: on_ready(dataclasses.asdict(addresses)))
+        await run_router(config, ready)
     else:
         from services.worker.app import run_worker
 
-        await run_worker(config, lambda addresses: on_ready(dataclasses.asdict(addresses)))
+        await run_worker(config, ready)
 
 
 def ready_line(addresses: Mapping[str, str]) -> str:

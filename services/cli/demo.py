@@ -1,0 +1,42 @@
+"""``kvrelay demo``: a cluster of one prefill and one decode instance gives one answer.
+
+Up on free ports, a chat prompt through gRPC ``Generate``, the answer as it comes, where its time
+went, down again. Called by ``make demo``.
+"""
+
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from engine.config import EngineConfig
+from services.cli.client import connected
+from services.cli.generate import Ask, stream_answer
+from services.cli.serve import Counts, make_launcher, make_plan, num_cores, run_with_cluster
+from services.cli.timeline import draw
+from services.runtime.settings import RouterConfig
+
+PROMPT = (
+    "In a relay race, four runners share one distance. Each runs a part of it and hands a baton "
+    "to the next one inside a marked zone. The next runner starts before the baton arrives, so "
+    "that both run at full speed when it changes hands. Why is a relay team faster than the sum "
+    "of its four runners? Answer in three sentences."
+)
+MAX_TOKENS = 128
+
+
+def run(model: str) -> None:
+    """Raises: LaunchError, ServiceError or grpc.aio.AioRpcError: what went wrong."""
+    roles = Counts().roles()
+    engine = EngineConfig(threads=max(1, num_cores() // len(roles)))
+    router = RouterConfig(model=model, grpc_port=0, http_port=0, disaggregate_from=0)
+    plan = make_plan(router, roles, engine, transport="auto")
+    run_with_cluster(plan, make_launcher("local", len(roles), engine), _answer_one)
+
+
+async def _answer_one(addresses: Mapping[str, str]) -> None:
+    console = Console()
+    console.print(f"[dim]{PROMPT}[/]\n")
+    async with connected(addresses["grpc"]) as channel:
+        answer = await stream_answer(channel, Ask(PROMPT, chat=True, max_tokens=MAX_TOKENS))
+    console.print()
+    console.print(draw(answer.finished.timeline, answer.finished.usage))

@@ -1,0 +1,69 @@
+"""Options that several commands share. Their help is the docstring of the config field they set.
+
+Defaults come from the same place: ``ENGINE`` and ``ROUTER`` are the configs with nothing said.
+Knows no command.
+"""
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+from engine.config import EngineConfig
+from services.runtime.settings import RouterConfig, WorkerConfig, field_help, option_name
+
+ENGINE = EngineConfig()
+ROUTER = RouterConfig(model="demo")
+
+UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+UNITS |= {f"{letter}i": 1024 ** (power + 1) for power, letter in enumerate("KMGT")}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes: ``512MiB``, ``1G`` or ``536870912``; units with an i are powers of 1024.
+
+    Raises:
+        typer.BadParameter: none of these.
+    """
+    match = SIZE.fullmatch(str(text).strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no size: say for example 512MiB, 1G or 536870912")
+    unit = (match[2] or "").replace("I", "i")
+    return int(float(match[1]) * UNITS[unit[:1].upper() + unit[1:]])
+
+
+def field_option(cls: type, name: str, **settings: Any) -> Any:
+    """The option that sets field ``name`` of a config dataclass."""
+    return typer.Option(option_name(name), help=field_help(cls, name), **settings)
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=field_help(RouterConfig, "model"))]
+ServedModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="[MODEL]", envvar="KVRELAY_MODEL", help=field_help(RouterConfig, "model")
+    ),
+]
+
+Host = Annotated[str, field_option(RouterConfig, "host", metavar="H")]
+GrpcPort = Annotated[int, field_option(RouterConfig, "grpc_port", metavar="P")]
+HttpPort = Annotated[int, field_option(RouterConfig, "http_port", metavar="P")]
+DisaggregateFrom = Annotated[int, field_option(RouterConfig, "disaggregate_from", metavar="TOKENS")]
+Insecure = Annotated[bool, typer.Option("--insecure", help=field_help(RouterConfig, "insecure"))]
+
+Device = Annotated[str, field_option(EngineConfig, "device", metavar="auto|cpu|cuda")]
+Dtype = Annotated[str, field_option(EngineConfig, "dtype", metavar="auto|float32|bfloat16")]
+KvCacheBytes = Annotated[
+    int, field_option(EngineConfig, "kv_cache_bytes", parser=parse_size, metavar="SIZE")
+]
+BlockSize = Annotated[int, field_option(EngineConfig, "block_size", metavar="TOKENS")]
+MaxContext = Annotated[int, field_option(EngineConfig, "max_context", metavar="TOKENS")]
+Transport = Annotated[str, field_option(WorkerConfig, "transport", metavar="auto|grpc")]
+
+Address = Annotated[
+    str,
+    typer.Option("--address", envvar="KVRELAY_ADDRESS", help="Public gRPC address of a router."),
+]
+ADDRESS = f"{ROUTER.host}:{ROUTER.grpc_port}"
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -1,0 +1,197 @@
+"""A whole cluster under one command: from options to a plan, up, and down in order.
+
+    1  plan    which workers, how many threads each
+    2  up      the router, then the workers; progress on stderr when somebody watches
+    3  work    serve until a signal (``serve``), or one answer (``demo``)
+    4  down    on the first signal drain, on the second at once
+
+Knows nothing of requests. Used by ``kvrelay serve`` and ``kvrelay demo``.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from engine.config import EngineConfig
+from services.launch.place import Launcher
+from services.launch.processes import LocalLauncher
+from services.launch.service import ready_line
+from services.launch.supervise import Cluster, ClusterPlan
+from services.runtime import journal
+from services.runtime.errors import InvalidArgument
+from services.runtime.lifecycle import StopSignals
+from services.runtime.server import TOKEN_VARIABLE
+from services.runtime.settings import Role, RouterConfig, WorkerConfig
+
+DRAIN_S = 5.0
+"""What requests in flight are given after the first Ctrl-C."""
+
+Work = Callable[[Mapping[str, str]], Awaitable[None]]
+"""What is done with a cluster that is up; told the router's addresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Instances by role. None at all means one prefill and one decode instance."""
+
+    prefill: int = 0
+    decode: int = 0
+    colocated: int = 0
+
+    def roles(self) -> tuple[Role, ...]:
+        """One entry an instance.
+
+        Raises:
+            InvalidArgument: such a cluster could not answer.
+        """
+        for role in Role:
+            if getattr(self, role) < 0:
+                raise InvalidArgument(f"--{role}", "must not be negative")
+        if not (self.prefill or self.decode or self.colocated):
+            return (Role.PREFILL, Role.DECODE)
+        if not (self.decode or self.colocated):
+            raise InvalidArgument("--decode", "prefill alone answers nobody: add --decode 1")
+        return tuple(role for role in Role for _ in range(getattr(self, role)))
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def make_plan(
+    router: RouterConfig, roles: tuple[Role, ...], engine: EngineConfig, transport: str
+) -> ClusterPlan:
+    """The plan of a cluster on this machine; checked, so that nothing starts on a wrong option.
+
+    Raises:
+        InvalidArgument: names the option.
+    """
+    router = dataclasses.replace(router, internal_port=0, drain_timeout_s=DRAIN_S)
+    router.validate()
+
+    def worker_for(role: str, address: str) -> WorkerConfig:
+        # When workers are told to stop, the router is gone and nothing is in flight.
+        return WorkerConfig(
+            model=router.model,
+            role=Role(role),
+            router=address,
+            engine=engine,
+            transport=transport,
+            drain_timeout_s=1.0,
+        )
+
+    worker_for(roles[0], "127.0.0.1:1").validate()
+    return ClusterPlan(router, worker_for, roles)
+
+
+def make_launcher(kind: str, num_workers: int, engine: EngineConfig) -> Launcher:
+    """Raises: InvalidArgument: no such launcher. LaunchError: it cannot start."""
+    if kind == "local":
+        return LocalLauncher()
+    if kind == "ray":
+        from services.launch.actors import RayLauncher
+
+        gpus = 1 if engine.device == "cuda" else 0
+        return RayLauncher.connect(num_workers, engine.threads, gpus)
+    raise InvalidArgument("--launcher", f"{kind!r} is none of local, ray")
+
+
+def run_with_cluster(plan: ClusterPlan, launcher: Launcher, work: Work) -> None:
+    """Bring a cluster up, do ``work`` with it, stop it. A signal ends it early, and well.
+
+    Raises:
+        LaunchError: it could not start or be kept.
+        Exception: what ``work`` raised.
+    """
+    # Services of one cluster share the secret through their environment.
+    os.environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(32))
+    os.environ.setdefault(journal.LEVEL_VARIABLE, "warning")
+    journal.configure()
+    asyncio.run(_run(plan, launcher, work))
+
+
+async def announce(addresses: Mapping[str, str]) -> None:
+    """Say that all is up, then stay."""
+    public = {name: addresses[name] for name in ("grpc", "http")}
+    print(ready_line(public), flush=True)
+    await asyncio.Event().wait()
+
+
+async def _run(plan: ClusterPlan, launcher: Launcher, work: Work) -> None:
+    with StopSignals() as signals, _progress(plan) as on_up:
+        cluster = Cluster(plan, launcher, on_up=on_up)
+        drain_s = 0.0
+        try:
+            await _until(signals.stop, _up_and_work(cluster, work))
+            drain_s = DRAIN_S
+        finally:
+            await _stop(cluster, drain_s, signals.hurry)
+
+
+async def _up_and_work(cluster: Cluster, work: Work) -> None:
+    addresses = await cluster.start()
+    watching = asyncio.create_task(cluster.watch())
+    working = asyncio.ensure_future(work(addresses))
+    try:
+        done, _ = await asyncio.wait({watching, working}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for each in (watching, working):
+            each.cancel()
+        await asyncio.gather(watching, working, return_exceptions=True)
+
+
+async def _until(stop: asyncio.Event, job: Awaitable[None]) -> None:
+    """Await ``job``, but no longer than until ``stop``; raises what it raised."""
+    task = asyncio.ensure_future(job)
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        for each in (task, stopped):
+            each.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+async def _stop(cluster: Cluster, drain_s: float, hurry: asyncio.Event) -> None:
+    stopping = asyncio.create_task(cluster.stop(drain_s))
+    hurried = asyncio.create_task(hurry.wait())
+    await asyncio.wait({stopping, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    if not stopping.done():
+        cluster.kill()
+    hurried.cancel()
+    await stopping
+
+
+@contextlib.contextmanager
+def _progress(plan: ClusterPlan) -> Iterator[Callable[[str], None]]:
+    """A spinner that says what is still awaited; nothing when nobody watches."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda name: None
+        return
+    waiting = ["router", *(name for name, _ in plan.names())]
+    spinner = console.status(f"starting {', '.join(waiting)}")
+
+    def on_up(name: str) -> None:
+        if name in waiting:
+            waiting.remove(name)
+        if waiting:
+            spinner.update(f"starting {', '.join(waiting)}")
+        else:
+            spinner.stop()
+
+    with spinner:
+        yield on_up
