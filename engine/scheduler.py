@@ -1,0 +1,370 @@
+"""Which tokens the next step computes, and what follows from its result.
+
+Decides for the sequences of one engine. Knows counts and blocks, not tensors, text or
+handoffs. Called by ``loop``, which holds a lock, passes the time in, and has at most one step
+in flight:
+
+    add / reserve     a sequence gets in line
+    plan              the first in line get blocks (``Picked``); this step's tokens are chosen
+    apply             the step's result: tokens appended, blocks published, the ended freed
+    grant / join      a handoff moved: a SOURCE may be computed; a TARGET's prompt has landed
+    finish            the service is done with a sequence
+
+Who owns the blocks of a sequence, and from when until when:
+
+    LOCAL    pick .. its last token, ``finish``, or preemption
+    SOURCE   pick .. ``finish``, because a handoff reads its KV; never preempted
+    TARGET   ``reserve`` .. ``finish``; never preempted before ``join``, then as LOCAL
+
+Blocks of a running forward are never given away: when a sequence of the step in flight is
+finished, its blocks are freed as that step is applied.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from engine.admission import Admission, awaits_reservation
+from engine.config import EngineConfig
+from engine.errors import CapacityError, IllegalTransition, IntegrityError, InvalidConfig
+from engine.kv.manager import KvManager
+from engine.order import chunk_ends, prefill_room
+from engine.plan import (
+    Computed,
+    EngineEvent,
+    Failed,
+    Picked,
+    Sampled,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+)
+from engine.request import FinishReason, Purpose, Request, Sequence, SequenceEvent, SequenceState
+from engine.roster import Roster
+
+_E, _S = SequenceEvent, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks for a prompt whose KV will arrive; that of the first tokens is there already."""
+
+    block_table: tuple[int, ...]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """How many sequences are in each state, and preemptions so far."""
+
+    num_waiting: int
+    num_prefilling: int
+    num_pending_decode: int
+    num_decoding: int
+    num_preemptions: int
+
+
+class Scheduler:
+    """The scheduler of one engine.
+
+    Args:
+        config: ``token_budget`` and ``max_decode_sequences`` are read.
+        kv: the engine's blocks; nobody else allocates from it.
+        max_context: most tokens of prompt and answer together.
+
+    Raises:
+        InvalidConfig: the budget leaves prefill no room beside all decodes.
+    """
+
+    def __init__(
+        self, config: EngineConfig, kv: KvManager, eos_token_ids: Collection[int], max_context: int
+    ) -> None:
+        if config.token_budget < config.max_decode_sequences + kv.block_size:
+            raise InvalidConfig(
+                f"token_budget {config.token_budget}: must be at least max_decode_sequences + "
+                f"block_size = {config.max_decode_sequences + kv.block_size}"
+            )
+        self.kv = kv
+        self.max_sequence_tokens = min(max_context, kv.capacity_tokens)
+        """Most tokens of prompt and answer together: where an answer ends with LENGTH."""
+        self._token_budget = config.token_budget
+        self._max_decode_sequences = config.max_decode_sequences
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._roster = Roster()
+        self._admission = Admission(self._roster, kv, config.max_decode_sequences)
+        self._in_flight: dict[str, Sequence] = {}
+        self._num_steps = 0
+
+    # ---- what the services say -------------------------------------------------------------
+
+    def add(self, request: Request, purpose: Purpose, now_s: float) -> None:
+        """Put a LOCAL or SOURCE sequence in line. A SOURCE is computed once it is granted.
+
+        Raises:
+            CapacityError: it can never fit.
+            InvalidRequest: its id is in use here.
+        """
+        if purpose is Purpose.TARGET:
+            raise IllegalTransition(f"sequence {request.request_id}: a TARGET enters by reserve")
+        self._check_fits(request)
+        self._roster.enter(request, purpose, now_s)
+
+    def reserve(self, request: Request, now_s: float) -> Reservation | None:
+        """Blocks for a prompt whose KV will arrive (a TARGET). None: not now.
+
+        After None it stands in line with the others, and a plan may set its blocks aside: call
+        again, with the same object, when something moved, or else ``finish``.
+
+        Raises:
+            CapacityError: it can never fit.
+            InvalidRequest: its id is in use here.
+        """
+        sequence = self._roster.get(request.request_id)
+        if sequence is None or sequence.request is not request:
+            self._check_fits(request)
+            sequence = self._roster.enter(request, Purpose.TARGET, now_s)
+        if awaits_reservation(sequence) and not self._admission.try_reserve(sequence):
+            return None
+        if sequence.state is not _S.PENDING_DECODE:
+            raise IllegalTransition(f"sequence {request.request_id}: is past its reservation")
+        return Reservation(self.kv.block_table(request.request_id), sequence.num_cached_tokens)
+
+    def grant(self, request_id: str) -> None:
+        """The target has blocks: this SOURCE may be computed. Ended ones are ignored."""
+        if sequence := self._roster.get(request_id):
+            sequence.granted = True
+
+    def join(self, request_id: str, first_token_id: int) -> None:
+        """A reserved prompt's KV has landed: publish it, and decode on from its first token.
+
+        The first token is not told again: who has it applies ``finish_reason`` to it, and calls
+        ``finish`` instead of this when it ended the answer. Ended sequences are ignored.
+        """
+        if sequence := self._roster.get(request_id):
+            if sequence.purpose is not Purpose.TARGET or sequence.state is not _S.PENDING_DECODE:
+                raise IllegalTransition(f"sequence {request_id}: joins, but has no reservation")
+            sequence.advance(_E.JOIN)
+            self._set_computed(sequence, sequence.num_prompt_tokens)
+            sequence.output_token_ids.append(first_token_id)
+
+    def finish(self, request_id: str) -> None:
+        """The service is done with a sequence, whatever its state. Ended ones are ignored."""
+        if sequence := self._roster.get(request_id):
+            self._end(sequence)
+
+    def quarantine(self, request_id: str) -> tuple[int, ...]:
+        """End a TARGET whose remote writer cannot be proven quiet; its blocks are locked away.
+
+        Returns them, for ``kv.release_quarantine``. Ended sequences are ignored.
+        """
+        sequence = self._roster.get(request_id)
+        if sequence is None:
+            return ()
+        if sequence.state is not _S.PENDING_DECODE or sequence.purpose is not Purpose.TARGET:
+            raise IllegalTransition(f"sequence {request_id}: no remote writer writes to it")
+        self._leave(sequence)
+        return self.kv.quarantine(request_id)
+
+    def finish_reason(
+        self, request: Request, token_id: int, num_output_tokens: int = 1
+    ) -> FinishReason | None:
+        """How the answer ends with ``token_id``, its ``num_output_tokens``-th token, if it does."""
+        sampling = request.sampling
+        is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
+        if is_eos or token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+        num_tokens = len(request.prompt_token_ids) + num_output_tokens
+        if num_output_tokens >= sampling.max_tokens or num_tokens >= self.max_sequence_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    # ---- what the services ask -------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return self._roster.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have blocks."""
+        return self._roster.num_running
+
+    def has_work(self) -> bool:
+        """False: a plan would be empty. If one is empty all the same, nothing moves by itself."""
+        return bool(self.num_waiting or self._roster.decodes() or self._roster.prefills())
+
+    def stats(self) -> SchedulerStats:
+        states = [sequence.state for sequence in self._roster.running]
+        return SchedulerStats(
+            num_waiting=self.num_waiting,
+            num_prefilling=states.count(_S.PREFILLING),
+            num_pending_decode=states.count(_S.PENDING_DECODE),
+            num_decoding=states.count(_S.DECODING),
+            num_preemptions=self._admission.num_preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Sequences and blocks add up.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        self._roster.check_integrity()
+        self.kv.check_integrity()
+        running = {sequence.request_id for sequence in self._roster.running}
+        ended_in_flight = {i for i, s in self._in_flight.items() if s.state is _S.FINISHED}
+        if running | ended_in_flight != set(self.kv.sequence_ids) or running & ended_in_flight:
+            raise IntegrityError("blocks are held by others than the running sequences")
+        if self._roster.num_slots_taken() > self._max_decode_sequences:
+            raise IntegrityError("more sequences than decode slots")
+
+    # ---- plan ------------------------------------------------------------------------------
+
+    def plan(self, now_s: float, prefill_limit_tokens: int) -> tuple[StepPlan, list[Picked]]:
+        """The next step, and who got blocks. An empty plan is not in flight.
+
+        Args:
+            prefill_limit_tokens: most prefill tokens of the step, from measured speed; less
+                than a block counts as a block.
+        """
+        if self._in_flight:
+            raise IllegalTransition("planned while a step is in flight")
+        preempted = self._admission.grow_decodes()
+        decodes = self._roster.decodes()
+        room = prefill_room(
+            len(decodes), self._token_budget, prefill_limit_tokens, self.kv.block_size
+        )
+        # Who just lost its blocks must not take them back in the same breath.
+        picked = [] if preempted else self._admission.pick(room)
+        chunks = self._chunks(room)
+        if not decodes and not chunks:
+            return StepPlan(self._num_steps), picked
+        self._num_steps += 1
+        self._in_flight = {s.request_id: s for s in (*decodes, *(s for s, _ in chunks))}
+        rows = [self._row(s, s.num_tokens) for s in decodes]
+        rows += [self._row(s, end) for s, end in chunks]
+        num_prefill_tokens = sum(len(row.token_ids) for row in rows[len(decodes) :])
+        return StepPlan(self._num_steps, tuple(rows), len(decodes), num_prefill_tokens), picked
+
+    def _chunks(self, room_tokens: int) -> list[tuple[Sequence, int]]:
+        """The prefills that get a chunk in this step, and where it ends."""
+        prefills = self._roster.prefills()
+        spans = [(s.num_computed_tokens, s.num_tokens) for s in prefills]
+        ends = chunk_ends(spans, room_tokens, self.kv.block_size)
+        return [
+            (sequence, end)
+            for sequence, end in zip(prefills, ends, strict=True)
+            if end > sequence.num_computed_tokens
+        ]
+
+    def _row(self, sequence: Sequence, end: int) -> ScheduledSequence:
+        start = sequence.num_computed_tokens
+        return ScheduledSequence(
+            request_id=sequence.request_id,
+            token_ids=_tokens_between(sequence, start, end),
+            start=start,
+            block_table=self.kv.block_table(sequence.request_id),
+            samples=end == sequence.num_tokens,
+            sampling=sequence.request.sampling,
+        )
+
+    # ---- apply -----------------------------------------------------------------------------
+
+    def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[EngineEvent]:
+        """The step has ended. Tells what it computed and sampled.
+
+        A row in ``failures`` ends its sequence. A row that should have sampled and has neither
+        a token nor a failure was thrown away: it is planned again.
+        """
+        if plan.sequences and plan.step != self._num_steps:
+            raise IllegalTransition(f"step {plan.step} applied after step {self._num_steps}")
+        in_flight, self._in_flight = self._in_flight, {}
+        events: list[EngineEvent] = []
+        for row in plan.sequences:
+            sequence = in_flight[row.request_id]
+            if sequence.state is _S.FINISHED:
+                self.kv.free(row.request_id)
+            elif reason := result.failures.get(row.request_id):
+                self._end(sequence)
+                events.append(Failed(row.request_id, reason))
+            elif not row.samples:
+                events += self._computed(sequence, row.end)
+            elif (token_id := result.token_ids.get(row.request_id)) is not None:
+                events += self._computed(sequence, row.end)
+                events.append(self._sampled(sequence, token_id))
+        return events
+
+    def fail(self, request_ids: Iterable[str], reason: str) -> list[EngineEvent]:
+        """The step in flight has crashed and writes nothing any more; these sequences end.
+
+        The others of that step are planned again. Tells of those that had not ended before.
+        """
+        in_flight, self._in_flight = self._in_flight, {}
+        for sequence in in_flight.values():
+            if sequence.state is _S.FINISHED:
+                self.kv.free(sequence.request_id)
+        events: list[EngineEvent] = []
+        for request_id in request_ids:
+            if alive := self._roster.get(request_id):
+                self._end(alive)
+                events.append(Failed(request_id, reason))
+        return events
+
+    def _computed(self, sequence: Sequence, end: int) -> list[EngineEvent]:
+        self._set_computed(sequence, end)
+        is_source = sequence.purpose is Purpose.SOURCE
+        return [Computed(sequence.request_id, end)] if is_source else []
+
+    def _sampled(self, sequence: Sequence, token_id: int) -> Sampled:
+        """A SOURCE never says how the answer ends: its target alone decides."""
+        if sequence.purpose is Purpose.SOURCE:
+            sequence.advance(_E.PROMPT_COMPUTED)
+            return Sampled(sequence.request_id, token_id, None)
+        num_output_tokens = len(sequence.output_token_ids) + 1
+        reason = self.finish_reason(sequence.request, token_id, num_output_tokens)
+        if reason is not None:
+            self._end(sequence)
+        else:
+            sequence.output_token_ids.append(token_id)
+            if sequence.state is _S.PREFILLING:
+                sequence.advance(_E.JOIN)
+        return Sampled(sequence.request_id, token_id, reason)
+
+    def _set_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """KV below ``num_tokens`` exists: publish the blocks that have become full."""
+        block_size = self.kv.block_size
+        became_full = num_tokens // block_size > sequence.num_computed_tokens // block_size
+        sequence.num_computed_tokens = num_tokens
+        if became_full:
+            self.kv.publish(sequence.request_id, sequence.token_ids, num_tokens)
+
+    # ---- in and out ------------------------------------------------------------------------
+
+    def _check_fits(self, request: Request) -> None:
+        num_tokens = len(request.prompt_token_ids)
+        if num_tokens + 1 > self.max_sequence_tokens:
+            raise CapacityError(
+                f"the prompt has {num_tokens} tokens, and prompt and answer together fit "
+                f"{self.max_sequence_tokens}: shorten the prompt"
+            )
+
+    def _end(self, sequence: Sequence) -> None:
+        """Out of every list; its blocks are free, or will be once the running forward is over."""
+        had_blocks = self._leave(sequence)
+        if had_blocks and self._in_flight.get(sequence.request_id) is not sequence:
+            self.kv.free(sequence.request_id)
+
+    def _leave(self, sequence: Sequence) -> bool:
+        """True when it had blocks."""
+        sequence.advance(_E.FINISH)
+        self._admission.left(sequence)
+        return self._roster.forget(sequence)
+
+
+def _tokens_between(sequence: Sequence, start: int, end: int) -> tuple[int, ...]:
+    """Without building the whole: a decode step wants one token of thousands."""
+    num_prompt_tokens = sequence.num_prompt_tokens
+    prompt = sequence.request.prompt_token_ids[start:end]
+    output = sequence.output_token_ids[
+        max(0, start - num_prompt_tokens) : max(0, end - num_prompt_tokens)
+    ]
+    return (*prompt, *output)
