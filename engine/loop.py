@@ -22,7 +22,7 @@ from typing import Protocol
 from engine.kv.pool import BlockStats
 from engine.pace import Pace
 from engine.plan import EngineEvent, StepPlan, StepResult
-from engine.request import Purpose, Request
+from engine.request import FinishReason, Purpose, Request
 from engine.scheduler import Reservation, Scheduler
 
 log = logging.getLogger(__name__)
@@ -47,11 +47,14 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A snapshot of one engine."""
+    """A snapshot of one engine; the last three count from its start."""
 
     blocks: BlockStats
     requests_running: int
     requests_waiting: int
+    num_preemptions: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
 
 
 class EngineListener(Protocol):
@@ -81,11 +84,21 @@ class Engine:
         self._changed = threading.Condition()
         self._dirty = False
         self._stopping = False
-        self._last_step_s = clock()
-        self._thread = threading.Thread(target=self._loop, name="engine-step", daemon=True)
+        self._bug: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def join_thread(self) -> None:
+        """Wait until the step thread has ended.
+
+        Raises:
+            Exception: the bug that ended it: without its engine the process is of no use.
+        """
+        self._thread.join()
+        if self._bug is not None:
+            raise self._bug
 
     def stop(self) -> None:
         """Idempotent. Returns when the running step has ended; what is queued stays unanswered."""
@@ -114,7 +127,9 @@ class Engine:
             self._wake()
 
     def reserve(self, request: Request) -> Reservation | None:
-        """Blocks for a prompt whose KV will arrive; None: not now.
+        """Blocks for a prompt whose KV will arrive; None: not now, it stands in line.
+
+        Call again with the same request when something moved, or ``finish`` it.
 
         Raises:
             CapacityError: it can never fit.
@@ -134,12 +149,20 @@ class Engine:
             self._scheduler.finish(request_id)
             self._wake()
 
+    def finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
+        """How the answer ends if ``token_id`` is its first token; None: it goes on."""
+        return self._scheduler.finish_reason(request, token_id)
+
     def load(self) -> EngineLoad:
         with self._changed:
+            kv = self._scheduler.kv
             return EngineLoad(
-                self._scheduler.kv.stats(),
+                kv.stats(),
                 self._scheduler.num_running,
                 self._scheduler.num_waiting,
+                self._scheduler.stats().num_preemptions,
+                kv.num_query_tokens,
+                kv.num_hit_tokens,
             )
 
     def check_integrity(self) -> None:
@@ -152,6 +175,13 @@ class Engine:
     def _wake(self) -> None:
         self._dirty = True
         self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as bug:
+            log.critical("the step thread died: %s", type(bug).__name__, exc_info=bug)
+            self._bug = bug
 
     def _loop(self) -> None:
         while (plan := self._next_plan()) is not None:

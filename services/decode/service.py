@@ -13,22 +13,23 @@ Without a handoff the engine prefills the prompt in chunks between its decode st
 Knows nothing of how a prompt is computed elsewhere. Mounted by ``services.worker``.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
+
+from kvtransfer.target import IncomingHandoff, KvTarget
 
 from engine.loop import Engine
 from engine.plan import EngineEvent, Failed, Picked, Sampled
 from engine.request import Purpose, Request
 from engine.scheduler import Reservation
 from engine.tokenizer import Tokenizer
-from kvtransfer.target import IncomingHandoff, KvTarget
 from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc
 from services.decode.answer import Answer
 from services.runtime.background import Background
 from services.runtime.engine_port import EnginePort
 from services.runtime.errors import FailedPrecondition, Internal, to_service_error
+from services.runtime.metrics import WorkerMetrics
 from services.runtime.session import Session
 from services.runtime.work import parse_work_request
 
@@ -37,13 +38,18 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
     """Glue between one engine, one KV target and the routers that want answers."""
 
     def __init__(
-        self, engine: Engine, port: EnginePort, target: KvTarget | None, tokenizer: Tokenizer
+        self,
+        engine: Engine,
+        port: EnginePort,
+        target: KvTarget | None,
+        tokenizer: Tokenizer,
+        metrics: WorkerMetrics,
     ) -> None:
         self._engine = engine
         self._port = port
         self._target = target
         self._tokenizer = tokenizer
-        self._admission = asyncio.Lock()  # fair: reservations are first come, first served
+        self._metrics = metrics
         self._background = Background()
 
     async def Run(
@@ -61,6 +67,10 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
         async for batch in session.run(request_iterator, handle):
             yield wire.DecodeEvents(events=batch)
+
+    async def settle(self) -> None:
+        """Until the blocks of every ended request are released."""
+        await self._background.settle()
 
     async def _serve(self, session: Session[wire.DecodeEvent], start: wire.StartDecode) -> None:
         """One request, with its one terminal event."""
@@ -116,11 +126,10 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     async def _reserve(self, handoff: IncomingHandoff, request: Request) -> Reservation:
         """Blocks for the prompt; tells the source to WAIT while there are none."""
-        async with self._admission:
-            while (reservation := self._engine.reserve(request)) is None:
-                handoff.wait()
-                await handoff.unless_ended(self._port.moved())
-            return reservation
+        while (reservation := self._engine.reserve(request)) is None:
+            handoff.wait()
+            await handoff.unless_ended(self._port.moved())
+        return reservation
 
     async def _release(self, request_id: str, handoff: IncomingHandoff) -> None:
         """Free the blocks once nothing writes to them any more."""

@@ -89,6 +89,10 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         async for batch in session.run(request_iterator, handle):
             yield wire.PrefillEvents(events=batch)
 
+    async def settle(self) -> None:
+        """Until the blocks of every ended request are released."""
+        await self._background.settle()
+
     async def _serve(self, session: Session[wire.PrefillEvent], start: wire.StartPrefill) -> None:
         """One request, with its one terminal event."""
         request_id = start.request.request_id

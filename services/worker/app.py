@@ -1,0 +1,184 @@
+"""One instance: an engine, a KV endpoint, and the services of its role on one internal port.
+
+    1  load      weights and KV cache, on a thread
+    2  serve     the engine steps, the services of the role answer
+    3  register  with the router, then heartbeat
+    4  drain     say so, finish what runs
+    5  stop      goodbye, server, handoffs, engine: the reverse of the start
+
+Knows the order; what each part does is in ``parts`` and ``registration``. Called by the command
+line and by launchers.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from engine.loop import Engine
+from protos import cluster_pb2
+from services.runtime.engine_port import EnginePort
+from services.runtime.lifecycle import Component, Stack, StopSignals, run_until_stopped
+from services.runtime.metrics import MetricsServer, WorkerMetrics, new_registry
+from services.runtime.server import GrpcServer, cluster_token, join_address
+from services.runtime.settings import WorkerConfig
+from services.worker.build import LoadedModel, build_engine, load_model
+from services.worker.observe import Observer, load_message
+from services.worker.parts import EngineThread, RoleServices, Snapshots
+from services.worker.registration import Registration
+
+DRAIN_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddresses:
+    """Where a started instance listens, host:port."""
+
+    grpc: str
+    metrics: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A loaded instance."""
+
+    loaded: LoadedModel
+    engine: Engine
+    services: RoleServices
+    server: GrpcServer
+    metrics_server: MetricsServer
+    registration: Registration
+    stack: Stack
+
+
+class Worker(Component):
+    """One instance, from its configuration to its end.
+
+    Raises:
+        InvalidArgument: an option is wrong.
+        FailedPrecondition: there is no cluster token.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        config.validate()
+        self._config = config
+        self._token = cluster_token()
+        self._parts: _Parts | None = None
+        self._draining = False
+        self.instance_id = f"{config.role}-{secrets.token_hex(4)}"
+
+    async def start(self) -> None:
+        """Load, serve and register; returns when the router knows this instance.
+
+        Raises:
+            ModelError: the model cannot be served.
+            CapacityError: the KV cache is too small.
+            ServiceError: a port is taken, or the router refused this instance.
+        """
+        config = self._config
+        loaded = await asyncio.to_thread(load_model, config.model, config.engine)
+        self._parts = self._assemble(loaded)
+        await self._parts.stack.start()
+        await self._parts.services.set_serving(True)
+
+    async def watch(self) -> None:
+        assert self._parts is not None
+        await self._parts.stack.watch()
+
+    async def drain(self) -> None:
+        """Take no more requests, finish those that run."""
+        assert self._parts is not None
+        self._draining = True
+        await self._parts.services.set_serving(False)
+        await self._parts.registration.drain()
+        while True:
+            load = self._parts.engine.load()
+            if not (load.requests_running or load.requests_waiting):
+                return
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    async def stop(self) -> None:
+        if self._parts is not None:
+            await self._parts.stack.stop()
+
+    @property
+    def addresses(self) -> WorkerAddresses:
+        assert self._parts is not None
+        host = self._config.advertise_host
+        server, metrics_server = self._parts.server, self._parts.metrics_server
+        if not host:
+            return WorkerAddresses(server.address, metrics_server.address)
+        return WorkerAddresses(
+            join_address(host, server.port), join_address(host, metrics_server.port)
+        )
+
+    def _assemble(self, loaded: LoadedModel) -> _Parts:
+        config, loop = self._config, asyncio.get_running_loop()
+        registry = new_registry()
+        metrics = WorkerMetrics.create(registry, loaded.model_id, config.role, self.instance_id)
+        observer = Observer(metrics)
+        port = EnginePort(loop, observer.stepped)
+        engine = build_engine(loaded, config.engine, port)
+        services = RoleServices(
+            config.role, self.instance_id, loaded, engine, port, metrics, self._token
+        )
+        insecure = config.insecure
+        metrics_server = MetricsServer(
+            registry, config.host, config.metrics_port, insecure=insecure
+        )
+        server = GrpcServer(
+            services.mount, config.host, config.port, token=self._token, insecure=insecure
+        )
+        registration = Registration(
+            config.router, self._token, self.instance_id, self._describe, self._load
+        )
+        stack = Stack(
+            EngineThread(engine),
+            services,
+            Snapshots(engine, observer.snapshot),
+            metrics_server,
+            server,
+            registration,
+        )
+        return _Parts(loaded, engine, services, server, metrics_server, registration, stack)
+
+    def _load(self) -> cluster_pb2.InstanceLoad:
+        assert self._parts is not None
+        return load_message(
+            self._parts.engine.load(), self._parts.services.num_handoffs, self._draining
+        )
+
+    def _describe(self) -> cluster_pb2.RegisterRequest:
+        assert self._parts is not None
+        runner, layout = self._parts.loaded.runner, self._parts.loaded.runner.layout
+        return cluster_pb2.RegisterRequest(
+            instance_id=self.instance_id,
+            role=self._config.role.number,
+            address=self.addresses.grpc,
+            metrics_address=self.addresses.metrics,
+            model=self._parts.loaded.model_id,
+            model_digest=runner.model_digest,
+            kv_layout=layout_message(layout),
+            max_context=runner.max_context,
+            max_sequence_tokens=runner.num_blocks * layout.block_size,
+            load=self._load(),
+        )
+
+
+async def run_worker(
+    config: WorkerConfig, on_ready: Callable[[WorkerAddresses], Awaitable[None]]
+) -> None:
+    """One instance until SIGINT or SIGTERM; ``on_ready`` hears where it listens."""
+    worker = Worker(config)
+
+    async def ready() -> None:
+        await on_ready(worker.addresses)
+
+    with StopSignals() as signals:
+        await run_until_stopped(
+            worker,
+            signals.stop,
+            on_ready=ready,
+            hurry=signals.hurry,
+            drain_timeout_s=config.drain_timeout_s,
+        )

@@ -1,0 +1,54 @@
+"""From a configuration to an engine that can step: model files, runner, KV manager, scheduler.
+
+Slow (weights are read and packed), so it runs on a thread of its own at start. Knows nothing of
+sockets. Used by ``services.worker.app``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.kv.manager import KvManager
+from engine.loaders.open import open_model
+from engine.loop import Engine, EngineListener
+from engine.pace import Pace
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+from engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory, with its cache."""
+
+    model_id: str
+    tokenizer: Tokenizer
+    runner: Runner
+
+
+def load_model(model: str, config: EngineConfig) -> LoadedModel:
+    """Read and pack the weights and lay out the KV cache.
+
+    Raises:
+        ModelError: the model cannot be served.
+        CapacityError: the KV cache is too small for anything.
+    """
+    files = open_model(model)
+    return LoadedModel(files.model_id, files.tokenizer(), Runner(config, files))
+
+
+def build_engine(loaded: LoadedModel, config: EngineConfig, listener: EngineListener) -> Engine:
+    """One engine over a loaded model; not yet started."""
+    runner = loaded.runner
+    kv = KvManager(
+        num_blocks=runner.num_blocks,
+        block_size=config.block_size,
+        model_digest=runner.model_digest,
+        prefix_cache=config.prefix_cache,
+    )
+    scheduler = Scheduler(config, kv, runner.model_config.eos_token_ids, runner.max_context)
+    pace = Pace(config.max_step_s, config.token_budget)
+    return Engine(scheduler, runner, pace, listener)
+
+
+Builder = Callable[[str, EngineConfig], LoadedModel]

@@ -1,0 +1,130 @@
+"""The parts of an instance that start, drain and stop: engine thread, services, snapshots.
+
+Used by ``services.worker.app`` only, which knows their order.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from kvtransfer.target import KvTarget
+from kvtransfer.transports.remote import RemoteConnector, add_kv_transfer_to_server
+
+from engine.loop import Engine, EngineLoad
+from kvtransfer.source import KvSource
+from protos import worker_pb2_grpc
+from services.decode.service import DecodeService
+from services.prefill.service import PrefillService
+from services.runtime.engine_port import EnginePort
+from services.runtime.lifecycle import Component
+from services.runtime.metrics import WorkerMetrics
+from services.runtime.server import token_metadata
+from services.runtime.settings import Role
+from services.worker.build import LoadedModel
+
+SNAPSHOT_S = 0.25
+
+
+class EngineThread(Component):
+    """The step thread; ends when everything that could ask it has stopped."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def start(self) -> None:
+        self._engine.start()
+
+    async def watch(self) -> None:
+        """Raises: Exception: the bug that ended the step thread."""
+        await asyncio.to_thread(self._engine.join_thread)
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._engine.stop)
+
+
+class Snapshots(Component):
+    """Takes the engine's numbers to the metrics now and then."""
+
+    def __init__(self, engine: Engine, take: Callable[[EngineLoad], None]) -> None:
+        self._engine = engine
+        self._take = take
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="snapshots")
+
+    async def watch(self) -> None:
+        assert self._task is not None
+        await asyncio.shield(self._task)
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            self._take(self._engine.load())
+            await asyncio.sleep(SNAPSHOT_S)
+
+
+class RoleServices(Component):
+    """What an instance of one role serves, over one engine.
+
+    prefill: PrefillService and a KV source. decode: DecodeService and a KV target.
+    colocated: DecodeService alone.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        instance_id: str,
+        loaded: LoadedModel,
+        engine: Engine,
+        port: EnginePort,
+        metrics: WorkerMetrics,
+        token: str,
+    ) -> None:
+        runner = loaded.runner
+        metadata = token_metadata(token)
+        self._health = health.aio.HealthServicer()
+        self._source: KvSource | None = None
+        self._target: KvTarget | None = None
+        self._prefill: PrefillService | None = None
+        self._decode: DecodeService | None = None
+        identity = (instance_id, runner.model_digest, runner.layout, runner.cache)
+        if role is Role.PREFILL:
+            self._source = KvSource(*identity, RemoteConnector(metadata))
+            self._prefill = PrefillService(engine, port, self._source, metrics)
+        else:
+            if role is Role.DECODE:
+                self._target = KvTarget(*identity)
+            self._decode = DecodeService(engine, port, self._target, loaded.tokenizer, metrics)
+
+    def mount(self, server: grpc.aio.Server) -> None:
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self._prefill is not None:
+            worker_pb2_grpc.add_PrefillServicer_to_server(self._prefill, server)
+        if self._decode is not None:
+            worker_pb2_grpc.add_DecodeServicer_to_server(self._decode, server)
+        if self._target is not None:
+            add_kv_transfer_to_server(self._target, server)
+
+    @property
+    def num_handoffs(self) -> int:
+        """Handoffs that have not ended."""
+        return sum(end.num_active for end in (self._source, self._target) if end is not None)
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.ServingStatus
+        await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self) -> None:
+        """Every request has been cancelled; returns when its blocks are released."""
+        for end in (self._source, self._target):
+            if end is not None:
+                await end.aclose()
+        for service in (self._prefill, self._decode):
+            if service is not None:
+                await service.settle()

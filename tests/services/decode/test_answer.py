@@ -1,0 +1,130 @@
+"""Text, stops and exactly one terminal event, whatever ends an answer."""
+
+from engine.plan import Sampled
+from engine.request import FinishReason, Request, SamplingParams
+from engine.tokenizer import ByteTokenizer
+from protos import inference_pb2 as public
+from protos import worker_pb2 as wire
+from services.decode.answer import Answer
+
+EOS = ByteTokenizer().eos_token_ids[0]
+
+
+class Reader:
+    """What arrives at the router."""
+
+    def __init__(self, **sampling: object) -> None:
+        self.events: list[wire.DecodeEvent] = []
+        self.now_s = 0.0
+        request = Request("r", (104, 105), SamplingParams(max_tokens=99, **sampling))
+        self.answer = Answer(request, ByteTokenizer(), self.events.append, lambda: self.now_s)
+
+    def push(self, text: bytes, last: FinishReason | None = None) -> None:
+        for i, token_id in enumerate(text):
+            reason = last if i == len(text) - 1 else None
+            self.answer.push(Sampled("r", token_id, reason))
+
+    @property
+    def text(self) -> str:
+        return "".join(e.tokens.text for e in self.events)
+
+    @property
+    def token_ids(self) -> bytes:
+        return b"".join(bytes(e.tokens.token_ids) for e in self.events)
+
+    @property
+    def finished(self) -> wire.DecodeFinished:
+        assert [e.WhichOneof("event") for e in self.events].count("finished") == 1
+        assert self.events[-1].HasField("finished")
+        return self.events[-1].finished
+
+
+def test_length_counts_the_last_token() -> None:
+    reader = Reader()
+    reader.push(b"hello", FinishReason.LENGTH)
+    assert (reader.text, reader.token_ids) == ("hello", b"hello")
+    assert reader.finished.finish_reason == public.FINISH_REASON_LENGTH
+    assert reader.finished.output_tokens == 5
+
+
+def test_eos_is_not_part_of_the_answer() -> None:
+    reader = Reader()
+    reader.push(b"hi")
+    reader.answer.push(Sampled("r", EOS, FinishReason.STOP))
+    assert (reader.text, reader.token_ids) == ("hi", b"hi")
+    assert reader.finished.output_tokens == 2
+    assert reader.finished.stop_reason == ""
+
+
+def test_a_stop_token_id_is_named() -> None:
+    reader = Reader(stop_token_ids=(33,))
+    reader.push(b"hi!", FinishReason.STOP)
+    assert reader.text == "hi"
+    assert reader.finished.stop_reason == "33"
+
+
+def test_a_stop_string_cuts_the_text_and_ends_once() -> None:
+    reader = Reader(stop=("END",))
+    reader.push(b"one ENtwo END of it")
+    assert reader.text == "one ENtwo "
+    assert reader.finished.finish_reason == public.FINISH_REASON_STOP
+    assert reader.finished.stop_reason == "END"
+    reader.push(b"more", FinishReason.LENGTH)
+    assert reader.finished
+
+
+def test_what_was_held_back_for_a_stop_string_is_given_at_the_end() -> None:
+    reader = Reader(stop=("END",))
+    reader.push(b"the EN", FinishReason.LENGTH)
+    assert reader.text == "the EN"
+    assert reader.finished.finish_reason == public.FINISH_REASON_LENGTH
+
+
+def test_a_character_split_over_tokens_comes_whole() -> None:
+    reader = Reader()
+    reader.push("é🦊".encode(), FinishReason.LENGTH)
+    pieces = [e.tokens.text for e in reader.events if e.tokens.text]
+    assert pieces == ["é", "🦊"]
+
+
+def test_an_incomplete_character_at_the_end_is_shown_as_such() -> None:
+    reader = Reader()
+    reader.push("🦊".encode()[:2])
+    reader.answer.push(Sampled("r", EOS, FinishReason.STOP))
+    assert reader.text == "\ufffd"
+
+
+def test_a_stop_string_completed_by_the_flush_still_stops() -> None:
+    reader = Reader(stop=("\ufffd",))
+    reader.push(b"a" + "🦊".encode()[:2], FinishReason.LENGTH)
+    assert reader.text == "a"
+    assert reader.finished.stop_reason == "\ufffd"
+
+
+def test_failing_after_the_end_says_nothing() -> None:
+    reader = Reader()
+    reader.push(b"x", FinishReason.LENGTH)
+    reader.answer.fail(13, "late")
+    assert reader.finished
+
+
+def test_failing_first_is_the_only_terminal_event() -> None:
+    reader = Reader()
+    reader.push(b"x")
+    reader.answer.fail(14, "gone")
+    reader.push(b"y", FinishReason.LENGTH)
+    kinds = [e.WhichOneof("event") for e in reader.events]
+    assert kinds == ["tokens", "failed"]
+
+
+def test_times_of_a_prompt_prefilled_here() -> None:
+    reader = Reader()
+    reader.now_s = 1.0
+    reader.answer.picked(16)
+    reader.now_s = 3.0
+    reader.push(b"a")
+    reader.now_s = 3.5
+    reader.push(b"b", FinishReason.LENGTH)
+    done = reader.finished
+    assert (done.queue_s, done.prefill_s, done.first_decode_s) == (1.0, 2.0, 0.5)
+    assert done.cached_tokens == 16
