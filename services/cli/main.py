@@ -238,7 +238,7 @@ def run(arguments: list[str]) -> int:
     try:
         return app(arguments, prog_name="kvrelay", standalone_mode=False) or 0
     except typer.TyperException as error:
-        code, reason = error.exit_code, f"{error.format_message()} See kvrelay --help."
+        code, reason = error.exit_code, f"{error.format_message().rstrip('.')} (see kvrelay --help)"
     except LaunchError as error:
         code, reason = 1, str(error)
     except Exception as error:
