@@ -153,6 +153,10 @@ class Engine:
         """How the answer ends if ``token_id`` is its first token; None: it goes on."""
         return self._scheduler.finish_reason(request, token_id)
 
+    def block_hashes(self, request: Request) -> tuple[bytes, ...]:
+        """Hashes of the prompt's full blocks: equal on every instance of a cluster."""
+        return tuple(self._scheduler.kv.hashes(request.prompt_token_ids, request.salt))
+
     def load(self) -> EngineLoad:
         with self._changed:
             kv = self._scheduler.kv
@@ -185,24 +189,25 @@ class Engine:
 
     def _loop(self) -> None:
         while (plan := self._next_plan()) is not None:
-            started_s = self._clock()
-            try:
-                result = self._runner.run(
-                    plan, lambda layer, p=plan: self._listener.layer_written(p, layer)
-                )
-            except Exception as error:
-                self._give_up(plan, error)
-                continue
-            ended_s = self._clock()
-            record = StepRecord(
-                plan.num_decode_tokens, plan.num_prefill_tokens, ended_s - started_s
-            )
-            self._pace.observe(
-                record.num_prefill_tokens, record.num_decode_tokens, record.elapsed_s
-            )
-            with self._changed:
-                events = self._scheduler.apply(plan, result, ended_s)
-            self._listener.stepped(events, record)
+            self._step(plan)
+
+    def _step(self, plan: StepPlan) -> None:
+        def on_layer(layer: int) -> None:
+            self._listener.layer_written(plan, layer)
+
+        started_s = self._clock()
+        try:
+            result = self._runner.run(plan, on_layer)
+        except Exception as error:
+            self._give_up(plan, error)
+            return
+        ended_s = self._clock()
+        num_decode, num_prefill = plan.num_decode_tokens, plan.num_prefill_tokens
+        record = StepRecord(num_decode, num_prefill, ended_s - started_s)
+        self._pace.observe(num_prefill, num_decode, record.elapsed_s)
+        with self._changed:
+            events = self._scheduler.apply(plan, result, ended_s)
+        self._listener.stepped(events, record)
 
     def _next_plan(self) -> StepPlan | None:
         """Waits for work; None when stopping. Sequences that were picked are told at once."""

@@ -40,7 +40,7 @@ class Answer:
         self._started_s = clock()
         self._first_token_s: float | None = None
         self._first_decode_s = 0.0
-        self._num_output_tokens = 0
+        self.num_output_tokens = 0
         self._detokenizer = Detokenizer(
             tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens
         )
@@ -60,7 +60,7 @@ class Answer:
         if sampled.finish_reason is FinishReason.STOP:
             self._finish(FinishReason.STOP, self._stop_reason(sampled.token_id))
             return
-        self._num_output_tokens += 1
+        self.num_output_tokens += 1
         text, matched = self._stops.push(self._detokenizer.push([sampled.token_id]))
         ending = sampled.finish_reason is not None or matched is not None
         if ending and matched is None:
@@ -119,7 +119,7 @@ class Answer:
         finished = wire.DecodeFinished(
             finish_reason=FINISH_REASONS[reason],
             stop_reason=stop_reason,
-            output_tokens=self._num_output_tokens,
+            output_tokens=self.num_output_tokens,
             cached_tokens=self.num_cached_tokens,
             queue_s=self.queue_s,
             prefill_s=prefill_s,

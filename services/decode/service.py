@@ -13,20 +13,20 @@ Without a handoff the engine prefills the prompt in chunks between its decode st
 Knows nothing of how a prompt is computed elsewhere. Mounted by ``services.worker``.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
-
-from kvtransfer.target import IncomingHandoff, KvTarget
 
 from engine.loop import Engine
 from engine.plan import EngineEvent, Failed, Picked, Sampled
 from engine.request import Purpose, Request
-from engine.scheduler import Reservation
 from engine.tokenizer import Tokenizer
+from kvtransfer.handoff.frames import First
+from kvtransfer.target import KvTarget, TargetHandoff
 from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc
 from services.decode.answer import Answer
-from services.runtime.background import Background
+from services.runtime.background import Background, unless
 from services.runtime.engine_port import EnginePort
 from services.runtime.errors import FailedPrecondition, Internal, to_service_error
 from services.runtime.metrics import WorkerMetrics
@@ -80,9 +80,10 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         def on_event(event: EngineEvent) -> None:
             match event:
                 case Sampled():
-                    answer.push(event)
+                    self._push(answer, event)
                 case Picked():
                     answer.picked(event.num_cached_tokens)
+                    self._note_prompt(request, event.num_cached_tokens, "local_compute")
                 case Failed():
                     failure = Internal(event.reason)
                     answer.fail(failure.grpc_code_number, str(failure))
@@ -107,16 +108,10 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             raise FailedPrecondition("this instance takes no handoffs: its role is colocated")
         handoff = self._target.expect(start.handoff_id, request.request_id)
         try:
-            offer = await handoff.offered()
-            if offer.num_tokens != len(request.prompt_token_ids):
-                handoff.refuse(f"offered {offer.num_tokens} tokens of another prompt")
-                raise FailedPrecondition("the prefill instance offered another prompt's KV")
-            reservation = await self._reserve(handoff, request)
-            handoff.grant(reservation.block_table, reservation.num_cached_tokens)
-            first = await handoff.first()
+            first = await self._take(handoff, request)
             answer.num_cached_tokens = first.num_cached_tokens
             reason = self._engine.finish_reason(request, first.token_id)
-            answer.push(Sampled(request.request_id, first.token_id, reason))
+            self._push(answer, Sampled(request.request_id, first.token_id, reason))
             if not answer.ended.is_set():
                 await handoff.landed()
                 self._engine.join(request.request_id, first.token_id)
@@ -124,14 +119,36 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         finally:
             self._background.spawn(self._release(request.request_id, handoff))
 
-    async def _reserve(self, handoff: IncomingHandoff, request: Request) -> Reservation:
-        """Blocks for the prompt; tells the source to WAIT while there are none."""
-        while (reservation := self._engine.reserve(request)) is None:
-            handoff.wait()
-            await handoff.unless_ended(self._port.moved())
-        return reservation
+    async def _take(self, handoff: TargetHandoff, request: Request) -> First:
+        """From the offer to the first token; the KV may still be in flight."""
+        offer = await handoff.offered()
+        if (offer.num_tokens, offer.block_hashes) != (
+            len(request.prompt_token_ids),
+            self._engine.block_hashes(request),
+        ):
+            handoff.refuse("this is not the KV of the prompt that was asked for")
+            raise FailedPrecondition("the prefill instance offered another prompt's KV")
+        first = asyncio.create_task(handoff.first())
+        try:
+            while (reservation := self._engine.reserve(request)) is None:
+                handoff.wait()
+                await unless(self._port.moved(), first)
+            handoff.grant(reservation.block_table, reservation.num_cached_tokens)
+            self._note_prompt(request, reservation.num_cached_tokens, "handoff")
+            return await first
+        finally:
+            first.cancel()
 
-    async def _release(self, request_id: str, handoff: IncomingHandoff) -> None:
+    def _push(self, answer: Answer, sampled: Sampled) -> None:
+        before = answer.num_output_tokens
+        answer.push(sampled)
+        self._metrics.output_tokens_total.inc(answer.num_output_tokens - before)
+
+    def _note_prompt(self, request: Request, num_cached: int, rest: str) -> None:
+        self._metrics.prompt_tokens_total("local_cache_hit").inc(num_cached)
+        self._metrics.prompt_tokens_total(rest).inc(len(request.prompt_token_ids) - num_cached)
+
+    async def _release(self, request_id: str, handoff: TargetHandoff) -> None:
         """Free the blocks once nothing writes to them any more."""
         handoff.cancel("the decode instance is done with the request")
         await handoff.drained()

@@ -21,10 +21,11 @@ from typing import Any
 from engine.loop import Engine
 from engine.plan import EngineEvent, Failed, Picked, Sampled
 from engine.request import Purpose, Request
-from kvtransfer.source import KvSource, OutgoingHandoff
+from kvtransfer.source import KvSource, SourceHandoff
+from kvtransfer.stats import HandoffStats
 from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc
-from services.runtime.background import Background
+from services.runtime.background import Background, unless
 from services.runtime.engine_port import EnginePort
 from services.runtime.errors import Internal, to_service_error
 from services.runtime.metrics import WorkerMetrics
@@ -111,7 +112,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         request = parse_work_request(start.request)
         arrived_s = self._clock()
         progress = _Progress()
-        handoff: OutgoingHandoff | None = None
+        handoff: SourceHandoff | None = None
 
         def on_layer(layer: int, num_tokens: int) -> None:
             if handoff is not None:
@@ -121,30 +122,46 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         try:
             self._engine.submit(request, Purpose.SOURCE)
             picked = await progress.picked
+            picked_s = self._clock()
             handoff = self._offer(request, start, picked)
-            num_held_tokens = await handoff.granted()
+            await handoff.granted()
             granted_s = self._clock()
-            self._tell_started(session, request, picked, granted_s - arrived_s)
-            handoff.all_layers_ready(picked.num_cached_tokens)
-            self._engine.grant(request.request_id)
-            sampled = await progress.sampled
-            handoff.first(len(request.prompt_token_ids), sampled.token_id, picked.num_cached_tokens)
-            computed_s = self._clock()
-            stats = await handoff.released()
+            started = wire.PrefillStarted(
+                queue_s=granted_s - arrived_s, grant_s=granted_s - picked_s
+            )
+            session.emit(wire.PrefillEvent(request_id=request.request_id, started=started))
+            stats, computed_s = await self._send(request, picked, handoff, progress)
+            self._note(request, picked, stats)
             return wire.PrefillDone(
                 prefill_s=computed_s - granted_s,
                 handoff_s=stats.transfer_s,
-                handoff_hidden_ratio=stats.hidden_ratio(computed_s),
+                handoff_hidden_ratio=stats.hidden_ratio,
                 handoff_bytes=stats.num_bytes,
                 computed_tokens=len(request.prompt_token_ids) - picked.num_cached_tokens,
                 cached_tokens=picked.num_cached_tokens,
-                skipped_tokens=num_held_tokens,
+                skipped_tokens=stats.num_held_tokens,
             )
         finally:
             self._port.unsubscribe(request.request_id)
             self._background.spawn(self._release(request.request_id, handoff))
 
-    async def _release(self, request_id: str, handoff: OutgoingHandoff | None) -> None:
+    async def _send(
+        self, request: Request, picked: Picked, handoff: SourceHandoff, progress: _Progress
+    ) -> tuple[HandoffStats, float]:
+        """From the grant to the release; also the time at which prefill was done."""
+        released = asyncio.create_task(handoff.released())
+        try:
+            for layer in range(self._source.layout.num_layers):
+                handoff.layer_ready(layer, picked.num_cached_tokens)
+            self._engine.grant(request.request_id)
+            sampled = await unless(progress.sampled, released)
+            computed_s = self._clock()
+            handoff.first(len(request.prompt_token_ids), sampled.token_id)
+            return await released, computed_s
+        finally:
+            released.cancel()
+
+    async def _release(self, request_id: str, handoff: SourceHandoff | None) -> None:
         """Free the blocks once nothing reads them any more."""
         if handoff is not None:
             handoff.cancel("the prefill instance gave the request up")
@@ -152,12 +169,22 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         self._engine.finish(request_id)
         self._port.notify_moved()
 
-    def _offer(self, request: Request, start: wire.StartPrefill, picked: Picked) -> OutgoingHandoff:
+    def _note(self, request: Request, picked: Picked, stats: HandoffStats) -> None:
+        cached = picked.num_cached_tokens
+        self._metrics.prompt_tokens_total("local_cache_hit").inc(cached)
+        self._metrics.prompt_tokens_total("local_compute").inc(
+            len(request.prompt_token_ids) - cached
+        )
+        self._metrics.handoff_time_seconds.observe(stats.transfer_s)
+        self._metrics.handoff_hidden_ratio.observe(stats.hidden_ratio)
+
+    def _offer(self, request: Request, start: wire.StartPrefill, picked: Picked) -> SourceHandoff:
         return self._source.offer(
             handoff_id=start.handoff_id,
             target_address=start.target_address,
             target_instance_id=start.target_instance_id,
             request_id=request.request_id,
             num_tokens=len(request.prompt_token_ids),
+            block_hashes=self._engine.block_hashes(request),
             block_table=picked.block_table,
         )

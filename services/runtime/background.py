@@ -1,15 +1,30 @@
-"""Work that must run to its end although whoever asked for it has gone.
+"""Work that must run to its end although whoever asked for it has gone, and waits that must not.
 
-Used by the prefill and the decode service: blocks are released by such work, so that neither a
-cancelled request nor a broken stream can skip it.
+Used by the prefill and the decode service: blocks are released by ``Background``, so that
+neither a cancelled request nor a broken stream can skip it; ``unless`` lets a wait end with the
+handoff it belongs to.
 """
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+async def unless(wanted: Awaitable[T], ending: "asyncio.Future[Any]") -> T:
+    """The result of ``wanted``, or at once the exception of ``ending`` if that fails first."""
+    task = asyncio.ensure_future(wanted)
+    try:
+        await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            ending.result()
+        return await task
+    finally:
+        task.cancel()
 
 
 class Background:

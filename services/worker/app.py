@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from engine.loop import Engine
+from kvtransfer.wire import layout_to_proto
 from protos import cluster_pb2
 from services.runtime.engine_port import EnginePort
 from services.runtime.lifecycle import Component, Stack, StopSignals, run_until_stopped
@@ -135,7 +136,7 @@ class Worker(Component):
         stack = Stack(
             EngineThread(engine),
             services,
-            Snapshots(engine, observer.snapshot),
+            Snapshots(lambda: observer.snapshot(engine.load(), services.source_stats())),
             metrics_server,
             server,
             registration,
@@ -145,7 +146,7 @@ class Worker(Component):
     def _load(self) -> cluster_pb2.InstanceLoad:
         assert self._parts is not None
         return load_message(
-            self._parts.engine.load(), self._parts.services.num_handoffs, self._draining
+            self._parts.engine.load(), self._parts.services.handoffs_active(), self._draining
         )
 
     def _describe(self) -> cluster_pb2.RegisterRequest:
@@ -158,7 +159,7 @@ class Worker(Component):
             metrics_address=self.addresses.metrics,
             model=self._parts.loaded.model_id,
             model_digest=runner.model_digest,
-            kv_layout=layout_message(layout),
+            kv_layout=layout_to_proto(layout),
             max_context=runner.max_context,
             max_sequence_tokens=runner.num_blocks * layout.block_size,
             load=self._load(),

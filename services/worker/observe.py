@@ -4,9 +4,32 @@ Counters of the engine count from its start; Prometheus gets what was added sinc
 Knows no service. Used by ``services.worker.app``.
 """
 
+from prometheus_client import Counter
+
 from engine.loop import EngineLoad, StepRecord
+from kvtransfer.stats import EndpointStats
 from protos import cluster_pb2
 from services.runtime.metrics import WorkerMetrics
+
+# How the source's endings are named in metrics, where a handoff lands or does not.
+HANDOFF_OUTCOMES = {
+    "released": "landed",
+    "cancelled": "cancelled",
+    "refused": "failed",
+    "failed": "failed",
+}
+
+
+class Increments:
+    """Turns totals that somebody else counts into increments of a Prometheus counter."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = {}
+
+    def add(self, name: str, counter: Counter, total: float) -> None:
+        """Count what ``name`` has grown by since the last call."""
+        counter.inc(total - self._seen.get(name, 0))
+        self._seen[name] = total
 
 
 class Observer:
@@ -14,15 +37,15 @@ class Observer:
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
-        self._seen: EngineLoad | None = None
+        self._increments = Increments()
 
     def stepped(self, record: StepRecord) -> None:
         self._metrics.step_seconds.observe(record.elapsed_s)
         self._metrics.step_tokens.observe(record.num_decode_tokens + record.num_prefill_tokens)
 
-    def snapshot(self, load: EngineLoad) -> None:
-        metrics, seen = self._metrics, self._seen
-        blocks = load.blocks
+    def snapshot(self, load: EngineLoad, handoffs: EndpointStats) -> None:
+        """Take over the engine's and, of a source, the KV endpoint's numbers."""
+        metrics, blocks, add = self._metrics, load.blocks, self._increments.add
         metrics.set_blocks(
             free=blocks.free,
             cached=blocks.cached,
@@ -31,21 +54,14 @@ class Observer:
         )
         metrics.requests_running.set(load.requests_running)
         metrics.requests_waiting.set(load.requests_waiting)
-        for counter, total, before in (
-            (metrics.preemptions_total, load.num_preemptions, seen and seen.num_preemptions),
-            (
-                metrics.prefix_cache_queries_tokens_total,
-                load.prefix_query_tokens,
-                seen and seen.prefix_query_tokens,
-            ),
-            (
-                metrics.prefix_cache_hits_tokens_total,
-                load.prefix_hit_tokens,
-                seen and seen.prefix_hit_tokens,
-            ),
-        ):
-            counter.inc(total - (before or 0))
-        self._seen = load
+        add("preemptions", metrics.preemptions_total, load.num_preemptions)
+        queries, hits = load.prefix_query_tokens, load.prefix_hit_tokens
+        add("queries", metrics.prefix_cache_queries_tokens_total, queries)
+        add("hits", metrics.prefix_cache_hits_tokens_total, hits)
+        add("bytes", metrics.handoff_bytes_total, handoffs.num_bytes)
+        for ended, outcome in HANDOFF_OUTCOMES.items():
+            total = handoffs.outcomes.get(ended, 0)
+            add(ended, metrics.handoffs_total(outcome), total)
 
 
 def load_message(load: EngineLoad, num_handoffs: int, draining: bool) -> cluster_pb2.InstanceLoad:

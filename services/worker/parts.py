@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from engine.loop import Engine
+from kvtransfer.source import KvSource
+from kvtransfer.stats import EndpointStats
 from kvtransfer.target import KvTarget
 from kvtransfer.transports.remote import RemoteConnector, add_kv_transfer_to_server
-
-from engine.loop import Engine, EngineLoad
-from kvtransfer.source import KvSource
 from protos import worker_pb2_grpc
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
@@ -44,10 +45,9 @@ class EngineThread(Component):
 
 
 class Snapshots(Component):
-    """Takes the engine's numbers to the metrics now and then."""
+    """Takes a look at the numbers now and then."""
 
-    def __init__(self, engine: Engine, take: Callable[[EngineLoad], None]) -> None:
-        self._engine = engine
+    def __init__(self, take: Callable[[], None]) -> None:
         self._take = take
         self._task: asyncio.Task[None] | None = None
 
@@ -65,7 +65,7 @@ class Snapshots(Component):
 
     async def _run(self) -> None:
         while True:
-            self._take(self._engine.load())
+            self._take()
             await asyncio.sleep(SNAPSHOT_S)
 
 
@@ -111,10 +111,14 @@ class RoleServices(Component):
         if self._target is not None:
             add_kv_transfer_to_server(self._target, server)
 
-    @property
-    def num_handoffs(self) -> int:
+    def handoffs_active(self) -> int:
         """Handoffs that have not ended."""
-        return sum(end.num_active for end in (self._source, self._target) if end is not None)
+        ends = (self._source, self._target)
+        return sum(end.stats().handoffs_active for end in ends if end is not None)
+
+    def source_stats(self) -> EndpointStats:
+        """What was sent; nothing by an instance that is no source."""
+        return self._source.stats() if self._source is not None else EndpointStats(0, 0)
 
     async def set_serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.ServingStatus
