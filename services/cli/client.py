@@ -56,13 +56,23 @@ async def connected(address: str) -> AsyncIterator[grpc.aio.Channel]:
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await channel.channel_ready()
-        except TimeoutError:
+                await _connect(channel)
+        except (TimeoutError, ConnectionError):
             raise Unavailable(
                 f"nobody answers at {address}: start a cluster with kvrelay serve, "
                 "or say where it is with --address"
             ) from None
         yield channel
+
+
+async def _connect(channel: grpc.aio.Channel) -> None:
+    """Unlike ``channel_ready``, does not go on trying where nobody listens."""
+    state = channel.get_state(try_to_connect=True)
+    while state is not grpc.ChannelConnectivity.READY:
+        if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            raise ConnectionError
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)
 
 
 async def generate(

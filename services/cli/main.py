@@ -16,7 +16,7 @@ from services.cli import options
 from services.cli.options import ADDRESS, ENGINE, ROUTER, field_option
 from services.launch.place import LaunchError
 from services.runtime.errors import to_service_error
-from services.runtime.settings import Role, RouterConfig, WorkerConfig
+from services.runtime.settings import Role, RouterConfig, WorkerConfig, field_help
 
 app = typer.Typer(
     name="kvrelay",
@@ -189,7 +189,9 @@ def worker(
     drain_timeout_s: Annotated[
         float, field_option(WorkerConfig, "drain_timeout_s", metavar="SECONDS")
     ] = STANDALONE_WORKER.drain_timeout_s,
-    insecure: options.Insecure = STANDALONE_WORKER.insecure,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help=field_help(WorkerConfig, "insecure"))
+    ] = STANDALONE_WORKER.insecure,
 ) -> None:
     """Run one instance alone, as an orchestrator starts it. Needs KVRELAY_CLUSTER_TOKEN."""
     engine = EngineConfig(

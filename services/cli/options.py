@@ -41,9 +41,7 @@ def field_option(cls: type, name: str, **settings: Any) -> Any:
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=field_help(RouterConfig, "model"))]
 ServedModel = Annotated[
     str,
-    typer.Argument(
-        metavar="[MODEL]", envvar="KVRELAY_MODEL", help=field_help(RouterConfig, "model")
-    ),
+    typer.Argument(metavar="MODEL", envvar="KVRELAY_MODEL", help=field_help(RouterConfig, "model")),
 ]
 
 Host = Annotated[str, field_option(RouterConfig, "host", metavar="H")]

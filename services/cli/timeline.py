@@ -1,13 +1,14 @@
 """Where the time of one answer went, drawn for people.
 
-    queue        ▏                                2 ms
-    prefill      ████████████████               310 ms
-    handoff        ▒▒▒▒▒▒▒▒▒▒▒▒▒▒█              290 ms   3.1 MB, 93 % hid behind prefill
-    first decode                   ██            21 ms
-    per token                                  17.3 ms   58 tokens/s, 40 tokens
+    queue         ▏                                   2.1 ms
+    prefill       ██████████████████████████████      310 ms  95 tokens
+    handoff         ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒█     290 ms  3.1 MB, 93% hidden
+    first decode                                ██   21.0 ms
+    per token                                        17.3 ms  58 tokens/s, 40 tokens
 
-Light parts of the handoff passed while prefill was still computing. Durations only: where the
-handoff's bar starts is derived from them. Pure functions over a ``Timeline``.
+The light part of the handoff is hidden: it passed while prefill was still computing. There are
+only durations: where the handoff's bar starts is derived from them. Pure functions over a
+``Timeline``.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from protos.inference_pb2 import Timeline, Usage
 
-WIDTH = 40
+WIDTH = 32
 FULL, LIGHT, HAIR = "█", "▒", "▏"
 
 
@@ -37,17 +38,15 @@ def spans(timeline: Timeline, usage: Usage) -> list[Span]:
     prefilled_s = timeline.queue_s + timeline.prefill_s
     prompt = f"{usage.prompt_tokens} tokens"
     if usage.cached_tokens:
-        prompt += f", {usage.cached_tokens} of them cached"
+        prompt += f", {usage.cached_tokens} cached"
     rows = [
         Span("queue", 0.0, timeline.queue_s),
         Span("prefill", timeline.queue_s, timeline.prefill_s, note=prompt),
     ]
     if timeline.prefill_instance:
         hidden_s = timeline.handoff_s * timeline.handoff_hidden_ratio
-        note = (
-            f"{timeline.handoff_bytes / 1e6:.1f} MB, "
-            f"{timeline.handoff_hidden_ratio:.0%} hid behind prefill"
-        )
+        megabytes = timeline.handoff_bytes / 1e6
+        note = f"{megabytes:.1f} MB, {timeline.handoff_hidden_ratio:.0%} hidden"
         start_s = max(0.0, prefilled_s - hidden_s)
         rows.append(Span("handoff", start_s, timeline.handoff_s, hidden_s, note))
     if usage.output_tokens > 1:
@@ -86,6 +85,9 @@ def draw(timeline: Timeline, usage: Usage) -> Table:
     if timeline.tpot_s > 0:
         note = f"{1 / timeline.tpot_s:.0f} tokens/s, {usage.output_tokens} tokens"
         table.add_row("per token", "", duration(timeline.tpot_s), note)
-    table.add_row("first token", "", duration(timeline.ttft_s), "after the request came")
+    table.add_row("first token", "", duration(timeline.ttft_s), "since the request")
     table.add_row("whole answer", "", duration(timeline.e2e_s), "")
+    if timeline.prefill_instance:
+        table.caption = f"{LIGHT} hidden: on the wire while prefill was still computing"
+        table.caption_justify = "left"
     return table
