@@ -48,8 +48,8 @@ class RestartPolicy:
 
     first_pause_s: float = 0.2
     max_pause_s: float = 5.0
-    quick_s: float = 30.0
-    """A death sooner than this after the start counts as another in a row."""
+    quick_s: float = 10.0
+    """A death sooner than this after it was ready counts as another in a row."""
     max_quick_deaths: int = 5
 
     def pause_s(self, quick_deaths: int) -> float | None:
@@ -137,23 +137,23 @@ class Cluster:
 
     async def _keep(self, name: str, role: str) -> None:
         quick_deaths = 0
-        started_s = time.monotonic()
-        reason = await self._workers[name].died()
+        reason, lived_s = await self._watch(name)
         while True:
-            quick = time.monotonic() - started_s < self._policy.quick_s
-            quick_deaths = quick_deaths + 1 if quick else 1
+            quick_deaths = quick_deaths + 1 if lived_s < self._policy.quick_s else 1
             pause_s = self._policy.pause_s(quick_deaths)
             if pause_s is None:
                 raise LaunchError(f"{name}: died {quick_deaths} times in a row; {reason}")
             log.warning("%s: %s; starting it again in %.1f s", name, reason, pause_s)
             await asyncio.sleep(pause_s)
-            started_s = time.monotonic()
-            reason = await self._live(name, role)
+            try:
+                await self._place(name, role)
+            except LaunchError as error:
+                reason, lived_s = str(error), 0.0
+            else:
+                reason, lived_s = await self._watch(name)
 
-    async def _live(self, name: str, role: str) -> str:
-        """Start a worker; returns how its life ended."""
-        try:
-            await self._place(name, role)
-        except LaunchError as error:
-            return str(error)
-        return await self._workers[name].died()
+    async def _watch(self, name: str) -> tuple[str, float]:
+        """How a worker that is up ended, and after how many seconds."""
+        up_s = time.monotonic()
+        reason = await self._workers[name].died()
+        return reason, time.monotonic() - up_s
