@@ -107,14 +107,16 @@ class First(_message.Message):
     def __init__(self, handoff_id: _Optional[bytes] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ...) -> None: ...
 
 class Sent(_message.Message):
-    __slots__ = ("handoff_id", "num_frames", "num_bytes")
+    __slots__ = ("handoff_id", "num_frames", "num_bytes", "first")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     handoff_id: bytes
     num_frames: int
     num_bytes: int
-    def __init__(self, handoff_id: _Optional[bytes] = ..., num_frames: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    first: First
+    def __init__(self, handoff_id: _Optional[bytes] = ..., num_frames: _Optional[int] = ..., num_bytes: _Optional[int] = ..., first: _Optional[_Union[First, _Mapping]] = ...) -> None: ...
 
 class Landed(_message.Message):
     __slots__ = ("handoff_id",)

@@ -1,0 +1,182 @@
+"""What source and target shells share: talking over a control stream, and watching a handoff.
+
+Knows streams and records, decides nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvtransfer.errors import (
+    BadFrame,
+    HandoffCancelled,
+    HandoffError,
+    HandoffFailed,
+    HandoffRefused,
+    LinkLost,
+)
+from kvtransfer.handoff.frames import Frame
+from kvtransfer.handoff.ledger import Record
+from kvtransfer.handoff.table import HandoffState
+from kvtransfer.transports.interface import ControlStream
+from kvtransfer.wire import frame_from_proto, frame_to_proto
+from protos import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 1.0
+"""At shutdown, how long last words may take to be written."""
+
+
+class WatchedRecord(Record, Protocol):
+    """A record whose waiters learn when it stopped."""
+
+    @property
+    def stopped(self) -> bool: ...
+
+
+R = TypeVar("R", bound=WatchedRecord)
+
+
+class Watched(Generic[R]):
+    """The latest record of one handoff, and whoever waits for it to move."""
+
+    def __init__(self, record: R) -> None:
+        self.record = record
+        self._moved = asyncio.Event()
+
+    def update(self, record: R) -> None:
+        """The machine moved it."""
+        self.record = record
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    async def until(self, is_done: Callable[[R], bool]) -> R:
+        """The record once ``is_done``.
+
+        Raises:
+            HandoffRefused, HandoffCancelled, HandoffFailed: it stopped before; the reason.
+        """
+        while True:
+            self.check()
+            if is_done(self.record):
+                return self.record
+            await self._moved.wait()
+
+    def check(self) -> None:
+        """Raises as ``until`` does when the handoff stopped."""
+        if self.record.stopped:
+            raise _error(self.record)
+
+    async def drained(self) -> None:
+        """Returns when the handoff is over and nothing of it is in flight here."""
+        while not self.record.drained:
+            await self._moved.wait()
+
+
+def _error(record: WatchedRecord) -> HandoffError:
+    if record.refused:
+        return HandoffRefused(record.reason)
+    if record.state is HandoffState.FAILED:
+        return HandoffFailed(record.reason)
+    return HandoffCancelled(record.reason)
+
+
+class Outbox:
+    """Control frames on their way out of one connection, in order."""
+
+    def __init__(self) -> None:
+        self._frames: asyncio.Queue[Frame] = asyncio.Queue()
+
+    def post(self, frame: Frame) -> None:
+        """Queue a frame; never waits."""
+        self._frames.put_nowait(frame)
+
+    async def run(self, stream: ControlStream) -> None:
+        """Write frames until cancelled. Raises LinkLost."""
+        while True:
+            frame = await self._frames.get()
+            await stream.send(frame_to_proto(frame))
+            self._frames.task_done()
+
+    async def flush(self) -> None:
+        """Wait, a little, until everything queued is written."""
+        try:
+            await asyncio.wait_for(self._frames.join(), FLUSH_S)
+        except TimeoutError:
+            logger.info("last control frames were not written within %g s", FLUSH_S)
+
+
+async def converse(
+    stream: ControlStream,
+    outbox: Outbox,
+    on_frame: Callable[[Frame], None],
+    broken: "asyncio.Future[str]",
+) -> str:
+    """Run a control stream both ways until it ends; why it ended.
+
+    ``broken`` ends it from the side: the data stream beside it broke, or we shut down.
+    """
+    tasks = [
+        asyncio.create_task(_listen(stream, on_frame)),
+        asyncio.create_task(outbox.run(stream)),
+    ]
+    try:
+        ends: list[asyncio.Future[Any]] = [*tasks, broken]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    if broken.done():
+        return broken.result()
+    return _reason(results)
+
+
+async def _listen(stream: ControlStream, on_frame: Callable[[Frame], None]) -> None:
+    while (message := await stream.receive()) is not None:
+        check_not_refused(message)
+        on_frame(frame_from_proto(message))
+
+
+def check_not_refused(message: pb.ControlFrame) -> None:
+    """Raises LinkLost when the peer refuses the whole stream."""
+    if message.WhichOneof("frame") == "refuse" and not message.refuse.handoff_id:
+        raise LinkLost(f"the peer refused the connection: {message.refuse.reason}")
+
+
+def _reason(results: list[BaseException | None]) -> str:
+    for result in results:
+        if isinstance(result, LinkLost | BadFrame):
+            return str(result)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return "the peer ended the connection"
+
+
+class TaskSet:
+    """Background tasks that are kept, and whose crashes are logged, never lost."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run ``work`` beside everything else."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def cancel(self) -> None:
+        """Cancel all and wait for them."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a KV transfer task crashed", exc_info=error)
