@@ -16,7 +16,7 @@ from itertools import count
 
 from kvtransfer.conversation import Outbox, TaskSet, Watched, check_not_refused, converse
 from kvtransfer.errors import BadFrame, KvTransferError, LinkLost
-from kvtransfer.handoff.frames import Frame, Offer, Send, Span
+from kvtransfer.handoff.frames import First, Frame, Offer, Send, Span
 from kvtransfer.handoff.records import SourceRecord
 from kvtransfer.handoff.source import Action, SourceMachine
 from kvtransfer.handoff.table import HandoffState
@@ -78,10 +78,14 @@ class SourceHandoff:
         """
         self._readiness.mark(layer, num_tokens)
 
-    def first(self, position: int, token_id: int) -> None:
-        """The first output token is sampled: it leaves at once, ahead of bytes."""
+    def first(self, position: int, token_id: int, num_cached_tokens: int = 0) -> None:
+        """The first output token is sampled: it leaves at once, ahead of bytes.
+
+        Args:
+            num_cached_tokens: prompt tokens that were in the source's own prefix cache.
+        """
         self.prefill_ended()
-        self._source.set_first(self.handoff_id, position, token_id)
+        self._source.set_first(First(self.handoff_id, position, token_id, num_cached_tokens))
 
     def prefill_ended(self) -> None:
         """Transfer time from here on is not hidden behind compute. ``first`` implies it."""
@@ -262,8 +266,8 @@ class KvSource:
 
     # Called by the handoffs
 
-    def set_first(self, handoff_id: bytes, position: int, token_id: int) -> None:
-        self._act(self.machine.set_first(handoff_id, position, token_id, self.clock()))
+    def set_first(self, first: First) -> None:
+        self._act(self.machine.set_first(first, self.clock()))
 
     def end_read(self, handoff_id: bytes) -> None:
         self._act(self.machine.end_read(handoff_id, self.clock()))

@@ -198,11 +198,17 @@ def frame_from_proto(message: pb.ControlFrame) -> Frame:
 
 
 def _first_to_proto(first: First) -> pb.First:
-    return pb.First(handoff_id=first.handoff_id, position=first.position, token_id=first.token_id)
+    return pb.First(
+        handoff_id=first.handoff_id,
+        position=first.position,
+        token_id=first.token_id,
+        num_cached_tokens=first.num_cached_tokens,
+    )
 
 
 def _first_from_proto(message: pb.First) -> First:
-    return First(_id(message.handoff_id), message.position, message.token_id)
+    handoff_id = _id(message.handoff_id)
+    return First(handoff_id, message.position, message.token_id, message.num_cached_tokens)
 
 
 def _id(handoff_id: bytes) -> bytes:

@@ -62,6 +62,8 @@ class First:
     handoff_id: bytes
     position: int
     token_id: int
+    num_cached_tokens: int = 0
+    """Prompt tokens that the source found in its own prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)

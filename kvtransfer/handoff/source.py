@@ -71,14 +71,11 @@ class SourceMachine:
         self.ledger.open(record)
         return [Send(peer, offer), Changed(record)]
 
-    def set_first(
-        self, handoff_id: bytes, position: int, token_id: int, now: float
-    ) -> list[Action]:
+    def set_first(self, first: First, now: float) -> list[Action]:
         """The first output token is sampled. Ignored when the handoff is over."""
-        record = self.ledger.live.get(handoff_id)
+        record = self.ledger.live.get(first.handoff_id)
         if record is None or record.stopped or record.first is not None:
             return []
-        first = First(handoff_id, position, token_id)
         actions: list[Action] = [Send(record.peer, first)]
         return actions + self._settle(replace(record, first=first), now)
 

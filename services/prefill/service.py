@@ -156,7 +156,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             self._engine.grant(request.request_id)
             sampled = await unless(progress.sampled, released)
             computed_s = self._clock()
-            handoff.first(len(request.prompt_token_ids), sampled.token_id)
+            handoff.first(len(request.prompt_token_ids), sampled.token_id, picked.num_cached_tokens)
             return await released, computed_s
         finally:
             released.cancel()
