@@ -131,7 +131,7 @@ class Worker(Component):
             services.mount, config.host, config.port, token=self._token, insecure=insecure
         )
         registration = Registration(
-            config.router, self._token, self.instance_id, self._describe, self._load
+            config.router, self._token, self.instance_id, self._describe, self.load
         )
         stack = Stack(
             EngineThread(engine),
@@ -143,7 +143,8 @@ class Worker(Component):
         )
         return _Parts(loaded, engine, services, server, metrics_server, registration, stack)
 
-    def _load(self) -> cluster_pb2.InstanceLoad:
+    def load(self) -> cluster_pb2.InstanceLoad:
+        """What the router hears with every heartbeat."""
         assert self._parts is not None
         return load_message(
             self._parts.engine.load(), self._parts.services.handoffs_active(), self._draining
@@ -154,7 +155,7 @@ class Worker(Component):
         runner, layout = self._parts.loaded.runner, self._parts.loaded.runner.layout
         return cluster_pb2.RegisterRequest(
             instance_id=self.instance_id,
-            role=self._config.role.number,
+            role=cluster_pb2.Role.Name(self._config.role.number),
             address=self.addresses.grpc,
             metrics_address=self.addresses.metrics,
             model=self._parts.loaded.model_id,
@@ -162,7 +163,7 @@ class Worker(Component):
             kv_layout=layout_to_proto(layout),
             max_context=runner.max_context,
             max_sequence_tokens=runner.num_blocks * layout.block_size,
-            load=self._load(),
+            load=self.load(),
         )
 
 
