@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_ROWS_PER_PASS_VALUES = 1 << 22
+_VALUES_PER_PASS = 1 << 22
 """Quantised tensors are converted this many values at a time, so float32 scratch stays small."""
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -29,7 +29,7 @@ def to_tensor(
     unpack, block_bytes = _QUANTIZED[type_name]
     blocks = torch.from_numpy(stored).view(-1, block_bytes)
     out = torch.empty(len(blocks), 32, dtype=wanted)
-    step = _ROWS_PER_PASS_VALUES // 32
+    step = _VALUES_PER_PASS // 32
     for start in range(0, len(blocks), step):
         out[start : start + step] = unpack(blocks[start : start + step])
     return out.view(shape)

@@ -54,6 +54,7 @@ class GgufModel(ModelFiles):
     """
 
     def __init__(self, path: Path, aliases: tuple[str, ...] = ()) -> None:
+        self.path = path
         self._file = GgufFile(path)
         config = _config(self._file)
         super().__init__(_model_id(self._file), aliases, config)
