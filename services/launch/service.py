@@ -7,7 +7,6 @@ router`` and ``kvrelay worker``.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from services.launch.transfer import Config
 from services.runtime.settings import RouterConfig
@@ -24,15 +23,15 @@ async def run_service(config: Config, on_ready: ReadyHandler) -> None:
     """
     config.validate()
 
-    async def ready(addresses: Any) -> None:
-        on_ready(dataclasses.asdict(addresses))
-
     if isinstance(config, RouterConfig):
         from services.router.app import run_router
 
-        await run_router(config, ready)
+        await run_router(config, lambda addresses: on_ready(dataclasses.asdict(addresses)))
     else:
-        from services.worker.app import run_worker
+        from services.worker.app import WorkerAddresses, run_worker
+
+        async def ready(addresses: WorkerAddresses) -> None:
+            on_ready(dataclasses.asdict(addresses))
 
         await run_worker(config, ready)
 
