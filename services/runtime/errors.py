@@ -45,12 +45,14 @@ class InvalidArgument(ServiceError):
     Args:
         field: the field, or option, as the client spells it; empty if there is no one field.
         reason: one line.
+        code: a word that programs look for, where one is customary.
     """
 
-    def __init__(self, field: str, reason: str) -> None:
+    def __init__(self, field: str, reason: str, code: str | None = None) -> None:
         super().__init__(f"{field}: {reason}" if field else reason)
         self.field = field
         self.reason = reason
+        self.code = code
 
 
 class Unauthenticated(ServiceError):
@@ -113,7 +115,7 @@ ERROR_CODES: Mapping[type[ServiceError], Codes] = {
     ResourceExhausted: Codes(_G.RESOURCE_EXHAUSTED, 429, "resource_exhausted"),
     Unavailable: Codes(_G.UNAVAILABLE, 503, "unavailable"),
     DeadlineExceeded: Codes(_G.DEADLINE_EXCEEDED, 504, "deadline_exceeded"),
-    Aborted: Codes(_G.CANCELLED, 499, "aborted"),
+    Aborted: Codes(_G.CANCELLED, 499, "abort"),
     Internal: Codes(_G.INTERNAL, 500, "internal"),
 }
 

@@ -1,0 +1,204 @@
+"""One attempt at answering a request on chosen instances.
+
+    1  start    StartDecode and StartPrefill leave at the same time, with a fresh handoff id
+    2  follow   what both legs say arrives in one inbox, in the order it came
+    3  emit     only the decode leg writes; its tokens are passed on
+    4  end      decode finished: the answer is whole. The first leg that fails, the client's
+                deadline or its abort end the attempt at once; legs still running get StopWork
+
+A prefill leg that fails once decode goes on alone has failed at nothing. An attempt is never
+resumed: going on elsewhere is another attempt, with another handoff id, on the prompt and the
+tokens so far. Knows nothing of clients. Made by ``serving``.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from engine.request import Request
+from protos import inference_pb2 as public
+from protos import worker_pb2 as wire
+from services.router.link import Event, Link
+from services.router.request_table import RequestEvent, RequestRecord, RequestState
+from services.router.timeline import Marks
+from services.runtime.errors import Aborted, DeadlineExceeded, ServiceError, from_code
+from services.runtime.work import work_request_message
+
+HANDOFF_ID_BYTES = 16
+FINISH_GRACE_S = 0.05
+"""How long a finished answer waits for the prefill leg's report, to complete the timeline."""
+
+
+@dataclass(slots=True)
+class _Leg:
+    link: Link
+    is_running: bool = True
+
+
+class Attempt:
+    """Both legs of one try, from their orders to the end."""
+
+    def __init__(
+        self,
+        request: Request,
+        record: RequestRecord,
+        marks: Marks,
+        decode: Link,
+        prefill: Link | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._request = request
+        self._record = record
+        self._marks = marks
+        self._decode = _Leg(decode)
+        self._prefill = _Leg(prefill) if prefill is not None else None
+        self._clock = clock
+        self._inbox: asyncio.Queue[tuple[_Leg | None, Event | ServiceError]] = asyncio.Queue()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def start(self, deadline_s: float | None = None) -> None:
+        """Send the orders. ``deadline_s`` is a time of the running loop."""
+        request = work_request_message(self._request)
+        order = wire.StartDecode(request=request)
+        if self._prefill is not None:
+            handoff_id = secrets.token_bytes(HANDOFF_ID_BYTES)
+            target, source = self._decode.link.instance, self._prefill.link.instance
+            order.handoff_id = handoff_id
+            order.source_instance_id = source.instance_id
+            self._prefill.link.start(
+                wire.StartPrefill(
+                    request=request,
+                    handoff_id=handoff_id,
+                    target_address=target.address,
+                    target_instance_id=target.instance_id,
+                ),
+                self._sink(self._prefill),
+            )
+            self._marks.prefill_instance = self._record.prefill_instance = source.instance_id
+        self._decode.link.start(order, self._sink(self._decode))
+        decode_id = self._decode.link.instance.instance_id
+        self._marks.decode_instance = self._record.decode_instance = decode_id
+        self._marks.dispatched_s = self._clock()
+        self._record.advance(RequestEvent.DISPATCH)
+        self._record.on_abort = self.abort
+        if deadline_s is not None:
+            self._deadline = asyncio.get_running_loop().call_at(deadline_s, self._expire)
+
+    def abort(self) -> None:
+        """The client wants no more."""
+        self._inbox.put_nowait((None, Aborted("the request was aborted")))
+
+    async def run(self) -> AsyncGenerator[public.Tokens, None]:
+        """The answer as it comes; returns when it is whole (``Marks.decode_finished``).
+
+        Raises:
+            Aborted: ``abort`` was called.
+            ServiceError: whatever ended it early.
+        """
+        try:
+            while self._marks.decode_finished is None:
+                leg, event = await self._inbox.get()
+                if isinstance(event, ServiceError):
+                    self._fail(leg, event)
+                elif isinstance(event, wire.PrefillEvent):
+                    self._follow_prefill(event)
+                elif (tokens := self._follow_decode(event)) is not None:
+                    yield tokens
+            await self._settle()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop the legs that still run. Safe to call twice."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        for leg in (self._prefill, self._decode):
+            if leg is not None and leg.is_running:
+                leg.is_running = False
+                leg.link.stop(self._request.request_id)
+
+    def _sink(self, leg: _Leg) -> Callable[[Event | ServiceError], None]:
+        return lambda event: self._inbox.put_nowait((leg, event))
+
+    def _expire(self) -> None:
+        self._inbox.put_nowait((None, DeadlineExceeded("the request's deadline has passed")))
+
+    def _fail(self, leg: _Leg | None, error: ServiceError) -> None:
+        """Raise, unless it is the prefill leg and its part is over."""
+        if leg is not None:
+            leg.is_running = False
+        if leg is None or leg is self._decode or self._needs_prefill():
+            raise error
+
+    def _needs_prefill(self) -> bool:
+        return self._record.state in (RequestState.PREFILLING, RequestState.HANDING_OFF)
+
+    def _follow_prefill(self, event: wire.PrefillEvent) -> None:
+        leg = self._prefill
+        assert leg is not None
+        match event.WhichOneof("event"):
+            case "started":
+                self._marks.prefill_started = event.started
+            case "done":
+                self._end(leg)
+                self._marks.prefill_done = event.done
+                if self._record.state is RequestState.HANDING_OFF:
+                    self._record.advance(RequestEvent.JOIN)
+            case "failed":
+                self._end(leg)
+                self._fail(leg, from_code(event.failed.code, event.failed.message))
+
+    def _follow_decode(self, event: wire.DecodeEvent) -> public.Tokens | None:
+        match event.WhichOneof("event"):
+            case "tokens":
+                self._note_tokens()
+                return event.tokens
+            case "finished":
+                self._end(self._decode)
+                self._marks.finished_s = self._clock()
+                self._marks.decode_finished = event.finished
+            case "failed":
+                self._end(self._decode)
+                raise from_code(event.failed.code, event.failed.message)
+        return None
+
+    def _note_tokens(self) -> None:
+        """The first token may be ahead of its KV; a second one cannot be."""
+        state = self._record.state
+        if state is RequestState.PREFILLING:
+            in_flight = self._prefill is not None and self._marks.prefill_done is None
+            self._record.advance(RequestEvent.FIRST_TOKEN if in_flight else RequestEvent.JOIN)
+        elif state is RequestState.HANDING_OFF:
+            self._record.advance(RequestEvent.JOIN)
+
+    def _end(self, leg: _Leg) -> None:
+        leg.is_running = False
+        leg.link.done(self._request.request_id)
+
+    async def _settle(self) -> None:
+        """The answer is whole; hear the prefill leg's report if it is about to come."""
+        leg = self._prefill
+        if leg is None:
+            return
+        try:
+            async with asyncio.timeout(FINISH_GRACE_S):
+                while leg.is_running:
+                    _, event = await self._inbox.get()
+                    if isinstance(event, ServiceError):
+                        return  # whatever it is, it came too late to matter
+                    if isinstance(event, wire.PrefillEvent):
+                        self._settle_with(leg, event)
+        except TimeoutError:
+            return
+
+    def _settle_with(self, leg: _Leg, event: wire.PrefillEvent) -> None:
+        match event.WhichOneof("event"):
+            case "started":
+                self._marks.prefill_started = event.started
+            case "done":
+                self._end(leg)
+                self._marks.prefill_done = event.done
+            case "failed":
+                self._end(leg)

@@ -1,0 +1,170 @@
+"""uvicorn inside the router's event loop: our sockets, our signals, our shutdown.
+
+Also what both ends of a response need: a body read with a limit, work that ends when the client
+goes. Knows nothing of what is served. Used by ``app`` and ``openai_api``.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from typing import Any, TypeVar
+
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.runtime.errors import Aborted, InvalidArgument, Unavailable
+from services.runtime.lifecycle import Component
+from services.runtime.server import (
+    PUBLIC_MESSAGE_BYTES,
+    check_bind,
+    join_address,
+    numeric_host,
+)
+
+BODY_TIMEOUT_S = 10.0
+"""A body that does not move for so long is given up."""
+_BACKLOG = 1024
+_START_TURN_S = 0.005
+
+Result = TypeVar("Result")
+
+
+class _Server(uvicorn.Server):
+    """Signals belong to the process, not to one of its servers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer(Component):
+    """One HTTP port. ``port`` and ``address`` are real once it has started."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int, *, insecure: bool = False) -> None:
+        self._app = app
+        self._host = numeric_host(host)
+        self.port = port
+        self._insecure = insecure
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        return join_address(self._host, self.port)
+
+    async def start(self) -> None:
+        """Raises: InvalidArgument: public host without insecure. Unavailable: the port is taken."""
+        check_bind(self._host, self._insecure)
+        listener = self._bind()
+        config = uvicorn.Config(
+            self._app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(
+            self._server.serve(sockets=[listener]), name="http-server"
+        )
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(_START_TURN_S)
+        if self._serving.done():
+            self._serving.result()
+            raise Unavailable(f"the HTTP server at {self.address} did not start")
+
+    async def watch(self) -> None:
+        assert self._serving is not None
+        await asyncio.shield(self._serving)
+
+    async def stop(self) -> None:
+        server, self._server = self._server, None
+        if server is not None and self._serving is not None:
+            server.should_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
+
+    def _bind(self) -> socket.socket:
+        host = self._host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, self.port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise Unavailable(f"cannot bind {self.address}: {reason}") from error
+        self.port = listener.getsockname()[1]
+        return listener
+
+
+async def read_body(request: Request, limit: int = PUBLIC_MESSAGE_BYTES) -> bytes:
+    """The whole body.
+
+    Raises:
+        InvalidArgument: it is larger than ``limit``, or stops coming.
+        ClientDisconnect: the client went away meanwhile.
+    """
+    body = bytearray()
+    chunks = aiter(request.stream())
+    while True:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                chunk = await anext(chunks)
+        except StopAsyncIteration:
+            return bytes(body)
+        except TimeoutError:
+            raise InvalidArgument("", f"the body stopped coming for {BODY_TIMEOUT_S:g} s") from None
+        body += chunk
+        if len(body) > limit:
+            raise InvalidArgument("", f"the body is larger than {limit} bytes")
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of ``work``, which is cancelled when the client goes. The body was read before.
+
+    Raises:
+        Aborted: the client has gone.
+    """
+    working = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Aborted("the client has gone")
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events; the generator is closed at once when the client goes."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        super().__init__(
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
+        )
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events):
+            with contextlib.suppress(Aborted):
+                await until_disconnect(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

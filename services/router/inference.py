@@ -1,0 +1,169 @@
+"""The public gRPC face: ``kvrelay.v1.Inference``.
+
+Translates messages and codes; a call that ends early closes the answer, which stops the work.
+Mounted by ``app``.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NoReturn
+
+from protos import inference_pb2 as public
+from protos import inference_pb2_grpc
+from services.router.intake import (
+    Chat,
+    ChatTurn,
+    Prompt,
+    RawRequest,
+    RawSampling,
+    check_client_id,
+)
+from services.router.served_model import ServedModel
+from services.router.serving import Answer, Serving
+from services.runtime.errors import (
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+)
+
+RETRY_AFTER_KEY = "retry-after-ms"
+"""Trailing metadata of a refusal."""
+SAMPLING_PREFIX = "sampling."
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Generate, Abort, Tokenize, GetModel."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        serving: Serving,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._serving = serving
+        self._clock = clock
+
+    async def Generate(
+        self, request: public.GenerateRequest, context: Any
+    ) -> AsyncIterator[public.GenerateResponse]:
+        received_s = self._clock()
+        deadline_s = _deadline(context)
+        try:
+            with self._serving.enter():
+                typed = await self._serving.parse(self._raw(request))
+                answer = self._serving.answer(typed, received_s, deadline_s)
+                async with contextlib.aclosing(answer):
+                    async for event in answer:
+                        yield _response(typed.request_id, request.client_request_id, event)
+        except ServiceError as error:
+            await _abort(context, error)
+
+    def _raw(self, request: public.GenerateRequest) -> RawRequest:
+        try:
+            check_client_id(request.client_request_id)
+            return raw_request(request)
+        except ServiceError as error:
+            raise self._serving.refused(error) from None
+
+    async def Abort(self, request: public.AbortRequest, context: Any) -> public.AbortResponse:
+        return public.AbortResponse(found=self._serving.abort(request.request_id))
+
+    async def Tokenize(
+        self, request: public.TokenizeRequest, context: Any
+    ) -> public.TokenizeResponse:
+        try:
+            prompt, name = _prompt(request)
+            token_ids = await self._serving.token_ids(prompt, name)
+        except ServiceError as error:
+            await _abort(context, error)
+        spell = self._model.tokenizer.id_to_token
+        return public.TokenizeResponse(
+            token_ids=token_ids, tokens=[spell(token_id) or "" for token_id in token_ids]
+        )
+
+    async def GetModel(
+        self, request: public.GetModelRequest, context: Any
+    ) -> public.GetModelResponse:
+        return public.GetModelResponse(
+            model=self._model.model_id,
+            aliases=self._model.aliases,
+            max_context=self._serving.max_context,
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=self._model.tokenizer.eos_token_ids,
+            family=self._model.family,
+            model_digest=self._serving.model_digest,
+        )
+
+
+def raw_request(request: public.GenerateRequest) -> RawRequest:
+    """A message as the intake takes it.
+
+    Raises:
+        InvalidArgument: there is no prompt of any kind.
+    """
+    prompt, name = _prompt(request)
+    sampling = request.sampling
+
+    def given(field: str) -> Any:
+        return getattr(sampling, field) if sampling.HasField(field) else None
+
+    return RawRequest(
+        prompt=prompt,
+        prompt_field=name,
+        field_prefix=SAMPLING_PREFIX,
+        model=request.model,
+        sampling=RawSampling(
+            temperature=given("temperature"),
+            top_p=given("top_p"),
+            top_k=given("top_k"),
+            seed=given("seed"),
+            max_tokens=given("max_tokens"),
+            stop=sampling.stop,
+            stop_token_ids=sampling.stop_token_ids,
+            ignore_eos=sampling.ignore_eos,
+            skip_special_tokens=given("skip_special_tokens") is not False,
+        ),
+        priority=request.priority,
+    )
+
+
+def _prompt(request: public.GenerateRequest | public.TokenizeRequest) -> tuple[Prompt, str]:
+    match request.WhichOneof("input"):
+        case "prompt":
+            return request.prompt, "prompt"
+        case "prompt_token_ids":
+            return request.prompt_token_ids.ids, "prompt_token_ids"
+        case "chat":
+            turns = (ChatTurn(each.role, each.content) for each in request.chat.messages)
+            return Chat(tuple(turns)), "chat.messages"
+    raise InvalidArgument("prompt", "is missing: give prompt, prompt_token_ids or chat")
+
+
+def _response(request_id: str, client_request_id: str, event: Answer) -> public.GenerateResponse:
+    response = public.GenerateResponse(request_id=request_id)
+    match event:
+        case public.Accepted():
+            response.client_request_id = client_request_id
+            response.accepted.CopyFrom(event)
+        case public.Tokens():
+            response.tokens.CopyFrom(event)
+        case public.Finished():
+            response.finished.CopyFrom(event)
+    return response
+
+
+def _deadline(context: Any) -> float | None:
+    """The client's deadline, as a time of the running loop."""
+    remaining_s = context.time_remaining()
+    return None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s
+
+
+async def _abort(context: Any, error: ServiceError) -> NoReturn:
+    metadata: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, ResourceExhausted):
+        metadata = ((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))),)
+    await context.abort(error.codes.grpc, str(error), metadata)
+    raise AssertionError("abort raises")

@@ -1,0 +1,141 @@
+"""The router's one stream to one instance; all its requests share it.
+
+    1  open     connect, open Prefill.Run or Decode.Run by the instance's role
+    2  start    a command goes out; from now on the request's events go to its sink
+    3  events   one message may carry events of many requests; each goes to its own sink
+    4  stop     StopWork goes out; what still comes for that request is dropped
+    5  broken   every sink hears it at once, and so does the owner
+
+Knows nothing of what requests mean. Opened by ``fleet``, used by ``dispatch``.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from protos import worker_pb2 as wire
+from protos import worker_pb2_grpc
+from services.router.membership import Instance, Pending
+from services.runtime.errors import ServiceError, Unavailable, to_service_error
+from services.runtime.server import connect, token_metadata
+from services.runtime.settings import Role
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 3.0
+
+Event = wire.PrefillEvent | wire.DecodeEvent
+Sink = Callable[[Event | ServiceError], None]
+"""Hears a request's events; an error is the last one."""
+
+
+class Link:
+    """One stream, many requests."""
+
+    def __init__(
+        self, instance: Instance, token: str, on_broken: Callable[["Link", ServiceError], None]
+    ) -> None:
+        self.instance = instance
+        self._token = token
+        self._on_broken = on_broken
+        self._is_prefill = instance.role is Role.PREFILL
+        self._sinks: dict[str, Sink] = {}
+        self._num_prompt_tokens: dict[str, int] = {}
+        self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
+        self._channel: grpc.aio.Channel | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._error: ServiceError | None = None
+
+    @property
+    def pending(self) -> Pending:
+        """What was started here and has not ended."""
+        return Pending(len(self._sinks), sum(self._num_prompt_tokens.values()))
+
+    async def open(self) -> None:
+        """Connect and open the stream.
+
+        Raises:
+            Unavailable: the instance does not answer.
+        """
+        self._channel = await connect(self.instance.address, CONNECT_TIMEOUT_S)
+        stub = (
+            worker_pb2_grpc.PrefillStub(self._channel)
+            if self._is_prefill
+            else worker_pb2_grpc.DecodeStub(self._channel)
+        )
+        call = stub.Run(metadata=token_metadata(self._token))
+        self._tasks = [
+            asyncio.create_task(self._read(call), name=f"read-{self.instance.instance_id}"),
+            asyncio.create_task(self._write(call), name=f"write-{self.instance.instance_id}"),
+        ]
+
+    def start(self, start: wire.StartPrefill | wire.StartDecode, sink: Sink) -> None:
+        """Send a request's order. On a broken stream the sink hears that instead."""
+        if self._error is not None:
+            sink(self._error)
+            return
+        request_id = start.request.request_id
+        self._sinks[request_id] = sink
+        self._num_prompt_tokens[request_id] = len(start.request.prompt_token_ids)
+        self._send(start=start)
+
+    def stop(self, request_id: str) -> None:
+        """Make the instance drop a request; nothing more is heard of it."""
+        if self._forget(request_id) is not None:
+            self._send(abort=wire.StopWork(request_id=request_id))
+
+    def done(self, request_id: str) -> None:
+        """The request's terminal event was heard."""
+        self._forget(request_id)
+
+    async def close(self, error: ServiceError) -> None:
+        """End the stream; the requests still on it end with ``error``."""
+        self._fail(error)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    def _forget(self, request_id: str) -> Sink | None:
+        self._num_prompt_tokens.pop(request_id, None)
+        return self._sinks.pop(request_id, None)
+
+    def _send(self, **command: Any) -> None:
+        kind = wire.PrefillCommand if self._is_prefill else wire.DecodeCommand
+        self._outgoing.put_nowait(kind(**command))
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            command = await self._outgoing.get()
+            try:
+                await call.write(command)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the reader hears why
+
+    async def _read(self, call: Any) -> None:
+        try:
+            async for message in call:
+                for event in message.events:
+                    if sink := self._sinks.get(event.request_id):
+                        sink(event)
+            reason = "it ended the stream"
+        except grpc.aio.AioRpcError as error:
+            reason = str(to_service_error(error))
+        role, address = self.instance.role.value, self.instance.address
+        log.warning("lost instance %s: %s", self.instance.instance_id, reason)
+        gone = Unavailable(f"the {role} instance at {address} went away")
+        self._fail(gone)
+        self._on_broken(self, gone)
+
+    def _fail(self, error: ServiceError) -> None:
+        if self._error is None:
+            self._error = error
+        sinks, self._sinks = self._sinks, {}
+        self._num_prompt_tokens.clear()
+        for sink in sinks.values():
+            sink(error)

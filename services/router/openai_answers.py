@@ -1,0 +1,198 @@
+"""Answers in OpenAI's form: choices, chunks, usage, errors. Pure: events in, JSON objects out.
+
+Knows nothing of HTTP or of where events come from. Used by ``openai_api``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.request import Request
+from protos import inference_pb2 as public
+from services.router.serving import FINISH_REASON_NAMES, Answer
+from services.runtime.errors import InvalidArgument, NotFound, ServiceError
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer as far as it has come."""
+
+    index: int
+    request: Request
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finished: public.Finished | None = None
+
+    def take(self, event: Answer) -> None:
+        if isinstance(event, public.Finished):
+            self.finished = event
+        elif isinstance(event, public.Tokens):
+            self.texts.append(event.text)
+            self.token_ids.extend(event.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What is the same in all parts of one response."""
+
+    response_id: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    return_token_ids: bool
+    include_usage: bool
+
+    def wrap(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.response_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "choices": choices,
+        }
+
+
+def usage(choices: Sequence[Choice]) -> Json:
+    """Tokens of all choices together."""
+    parts = [choice.finished.usage for choice in choices if choice.finished]
+    prompt = sum(part.prompt_tokens for part in parts)
+    output = sum(part.output_tokens for part in parts)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": sum(part.cached_tokens for part in parts)},
+    }
+
+
+class CompletionForm:
+    """``text_completion``."""
+
+    id_prefix = "cmpl-"
+
+    def whole(self, envelope: Envelope, choices: Sequence[Choice]) -> Json:
+        parts = []
+        for choice in choices:
+            part: Json = {"index": choice.index, "text": "".join(choice.texts), "logprobs": None}
+            part |= _ending(choice)
+            if envelope.return_token_ids:
+                part["prompt_token_ids"] = list(choice.request.prompt_token_ids)
+                part["token_ids"] = choice.token_ids
+            parts.append(part)
+        return envelope.wrap("text_completion", parts) | {"usage": usage(choices)}
+
+    def opening(self, envelope: Envelope, choice: Choice) -> Json | None:
+        """The prompt's tokens, if wanted, come before any text."""
+        if not envelope.return_token_ids:
+            return None
+        part = self._part(choice, "") | {
+            "prompt_token_ids": list(choice.request.prompt_token_ids),
+            "token_ids": [],
+        }
+        return envelope.wrap("text_completion", [part])
+
+    def chunk(self, envelope: Envelope, choice: Choice, tokens: public.Tokens) -> Json:
+        part = self._part(choice, tokens.text)
+        if envelope.return_token_ids:
+            part["token_ids"] = list(tokens.token_ids)
+        return envelope.wrap("text_completion", [part])
+
+    def closing(self, envelope: Envelope, choice: Choice) -> Json:
+        return envelope.wrap("text_completion", [self._part(choice, "") | _ending(choice)])
+
+    def usage_chunk(self, envelope: Envelope, choices: Sequence[Choice]) -> Json:
+        return envelope.wrap("text_completion", []) | {"usage": usage(choices)}
+
+    def _part(self, choice: Choice, text: str) -> Json:
+        return {"index": choice.index, "text": text, "logprobs": None, "finish_reason": None}
+
+
+class ChatForm:
+    """``chat.completion`` and its chunks."""
+
+    id_prefix = "chatcmpl-"
+
+    def whole(self, envelope: Envelope, choices: Sequence[Choice]) -> Json:
+        parts = []
+        for choice in choices:
+            message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
+            part: Json = {"index": choice.index, "message": message, "logprobs": None}
+            part |= _ending(choice)
+            if envelope.return_token_ids:
+                part["token_ids"] = choice.token_ids
+            parts.append(part)
+        result = envelope.wrap("chat.completion", parts) | {"usage": usage(choices)}
+        if envelope.return_token_ids:
+            result["prompt_token_ids"] = list(choices[0].request.prompt_token_ids)
+        return result
+
+    def opening(self, envelope: Envelope, choice: Choice) -> Json | None:
+        """The role comes before any text; the prompt's tokens with it, if wanted."""
+        chunk = self._wrap(envelope, self._part(choice, {"role": "assistant", "content": ""}))
+        if envelope.return_token_ids:
+            chunk["prompt_token_ids"] = list(choice.request.prompt_token_ids)
+        return chunk
+
+    def chunk(self, envelope: Envelope, choice: Choice, tokens: public.Tokens) -> Json:
+        part = self._part(choice, {"content": tokens.text})
+        if envelope.return_token_ids:
+            part["token_ids"] = list(tokens.token_ids)
+        return self._wrap(envelope, part)
+
+    def closing(self, envelope: Envelope, choice: Choice) -> Json:
+        return self._wrap(envelope, self._part(choice, {}) | _ending(choice))
+
+    def usage_chunk(self, envelope: Envelope, choices: Sequence[Choice]) -> Json:
+        return envelope.wrap("chat.completion.chunk", []) | {"usage": usage(choices)}
+
+    def _wrap(self, envelope: Envelope, part: Json) -> Json:
+        return envelope.wrap("chat.completion.chunk", [part])
+
+    def _part(self, choice: Choice, delta: Json) -> Json:
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+Form = CompletionForm | ChatForm
+
+
+def _ending(choice: Choice) -> Json:
+    assert choice.finished is not None
+    reason = FINISH_REASON_NAMES.get(choice.finished.finish_reason, "error")
+    return {"finish_reason": reason, "stop_reason": _stop_reason(choice)}
+
+
+def _stop_reason(choice: Choice) -> str | int | None:
+    """The stop string, or the stop token's id as a number; None: the model's own end, or length."""
+    assert choice.finished is not None
+    said, sampling = choice.finished.stop_reason, choice.request.sampling
+    if said.isdigit() and said not in sampling.stop and int(said) in sampling.stop_token_ids:
+        return int(said)
+    return said or None
+
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+    504: "timeout",
+}
+
+
+def error_object(error: ServiceError) -> Json:
+    """An error's ``error`` member."""
+    param = code = None
+    if isinstance(error, InvalidArgument):
+        param, code = error.field or None, error.code
+    elif isinstance(error, NotFound):
+        param, code = "model", "model_not_found"
+    kind = _ERROR_TYPES.get(error.codes.http, "server_error")
+    return error_body(str(error), kind, param, code or error.codes.label)
+
+
+def error_body(message: str, kind: str, param: str | None, code: str) -> Json:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,279 @@
+"""What OpenAI clients send, as types; out of it comes what the intake takes.
+
+Fields that would change the answer and are not supported are refused by name (``REFUSED``);
+other fields that nobody here knows are ignored, as OpenAI's own clients expect of new ones.
+Knows nothing of HTTP. Used by ``openai_api``.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict
+
+from services.router.intake import Chat, ChatTurn, Prompt, RawRequest, RawSampling
+from services.runtime.errors import InvalidArgument
+
+COMPLETION_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's own default for ``/v1/completions``."""
+MAX_PROMPTS = 64
+"""Prompts in one completions request."""
+
+
+def _unset(value: Any) -> bool:
+    return value is None or value is False or value == [] or value == {} or value == ""
+
+
+def _one(value: Any) -> bool:
+    return value is None or (value == 1 and not isinstance(value, bool))
+
+
+def _zero(value: Any) -> bool:
+    return value is None or (value == 0 and not isinstance(value, bool))
+
+
+def _text_format(value: Any) -> bool:
+    return value is None or value == {"type": "text"}
+
+
+def _text_only(value: Any) -> bool:
+    return value is None or value == ["text"]
+
+
+REFUSED: Mapping[str, Callable[[Any], bool]] = {
+    "n": _one,
+    "best_of": _one,
+    "logprobs": _unset,
+    "top_logprobs": _zero,
+    "prompt_logprobs": lambda value: value is None,
+    "echo": _unset,
+    "suffix": _unset,
+    "functions": _unset,
+    "response_format": _text_format,
+    "modalities": _text_only,
+    "audio": _unset,
+    "web_search_options": lambda value: value is None,
+    "logit_bias": _unset,
+    "presence_penalty": _zero,
+    "frequency_penalty": _zero,
+    "repetition_penalty": _one,
+    "length_penalty": _one,
+    "min_p": _zero,
+    "min_tokens": _zero,
+    "use_beam_search": _unset,
+    "include_stop_str_in_output": _unset,
+    "truncate_prompt_tokens": lambda value: value is None,
+    "cache_salt": _unset,
+    "chat_template": _unset,
+    "chat_template_kwargs": _unset,
+    "continue_final_message": _unset,
+    "add_generation_prompt": lambda value: value is None or value is True,
+    "documents": _unset,
+    "guided_json": _unset,
+    "guided_regex": _unset,
+    "guided_choice": _unset,
+    "guided_grammar": _unset,
+    "structured_outputs": _unset,
+}
+"""Field -> whether a value asks for nothing special. Any other value is refused."""
+
+
+class StreamOptions(BaseModel):
+    """``stream_options``."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+
+
+class _Body(BaseModel):
+    """What completions and chat have in common."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Raises: InvalidArgument: names the first field that is not supported."""
+        extra = self.model_extra or {}
+        for name, asks_nothing in REFUSED.items():
+            if name in extra and not asks_nothing(extra[name]):
+                raise InvalidArgument(name, "this value is not supported")
+        if extra.get("tools") and extra.get("tool_choice") != "none":
+            raise InvalidArgument("tools", 'are not supported; use tool_choice "none"')
+        if self.stream_options is not None and not self.stream:
+            raise InvalidArgument("stream_options", "is only allowed when stream is true")
+
+    def sampling(self, max_tokens: int | None) -> RawSampling:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return RawSampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            max_tokens=max_tokens,
+            stop=stop,
+            stop_token_ids=self.stop_token_ids or (),
+            ignore_eos=bool(self.ignore_eos),
+            skip_special_tokens=self.skip_special_tokens is not False,
+        )
+
+
+class CompletionBody(_Body):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+
+    def raw_requests(self) -> list[RawRequest]:
+        """One request for each prompt.
+
+        Raises:
+            InvalidArgument: no prompts, or too many.
+        """
+        prompts = _prompts(self.prompt)
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidArgument("prompt", f"{len(prompts)} prompts, {MAX_PROMPTS} are allowed")
+        sampling = self.sampling(self.max_tokens)
+        return [
+            RawRequest(
+                prompt=prompt,
+                prompt_field="prompt" if len(prompts) == 1 else f"prompt[{index}]",
+                model=self.model or "",
+                sampling=sampling,
+                default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
+                priority=self.priority or 0,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+
+class ContentPart(BaseModel):
+    """One part of a message's content."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """One message of a chat."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: str | list[ContentPart] | None = None
+
+    def turn(self, name: str) -> ChatTurn:
+        """Raises: InvalidArgument: content that is not text; ``name`` is this message."""
+        extra = self.model_extra or {}
+        for field in ("tool_calls", "function_call", "audio"):
+            if not _unset(extra.get(field)):
+                raise InvalidArgument(f"{name}.{field}", "is not supported")
+        if self.content is None and self.role != "assistant":
+            raise InvalidArgument(f"{name}.content", "is missing")
+        if isinstance(self.content, list):
+            parts = enumerate(self.content)
+            texts = [_part_text(part, f"{name}.content[{i}]") for i, part in parts]
+            return ChatTurn(self.role, "".join(texts))
+        return ChatTurn(self.role, self.content or "")
+
+
+class ChatBody(_Body):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+
+    def raw_requests(self) -> list[RawRequest]:
+        """The one request.
+
+        Raises:
+            InvalidArgument: content that is not text.
+        """
+        turns = tuple(each.turn(f"messages[{i}]") for i, each in enumerate(self.messages))
+        newer = self.max_completion_tokens is not None
+        raw = RawRequest(
+            prompt=Chat(turns),
+            prompt_field="messages",
+            max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+            model=self.model or "",
+            sampling=self.sampling(self.max_completion_tokens if newer else self.max_tokens),
+            priority=self.priority or 0,
+        )
+        return [raw]
+
+
+BodyType = TypeVar("BodyType", CompletionBody, ChatBody)
+
+_EXPECTED = {
+    "prompt": "must be a text, a list of texts, a list of token ids, or a list of such lists",
+    "stop": "must be a string or a list of strings",
+    "content": "must be a text or a list of parts",
+}
+
+
+def parse_body(kind: type[BodyType], data: bytes) -> BodyType:
+    """A request's body as its type, with everything that is not supported refused.
+
+    Raises:
+        InvalidArgument: names the field.
+    """
+    try:
+        body = kind.model_validate_json(data)
+    except pydantic.ValidationError as error:
+        raise _explained(error) from None
+    body.check()
+    return body
+
+
+def _explained(error: pydantic.ValidationError) -> InvalidArgument:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return InvalidArgument("", "the body is not valid JSON")
+    path = ""
+    for step in first["loc"]:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif expected := _EXPECTED.get(step):
+            missing = first["type"] == "missing"
+            name = f"{path}.{step}" if path else step
+            return InvalidArgument(name, "is missing" if missing else expected)
+        else:
+            path += f".{step}" if path else step
+    reason = "is missing" if first["type"] == "missing" else first["msg"].lower()
+    return InvalidArgument(path, reason)
+
+
+def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
+    """The prompts of one request; an empty list is one empty prompt."""
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [each for each in prompt if isinstance(each, int)]
+    whole: list[Prompt] = [each for each in prompt if not isinstance(each, int)]
+    return whole or [ids]
+
+
+def _part_text(part: ContentPart, name: str) -> str:
+    if part.type != "text":
+        raise InvalidArgument(f"{name}.type", f"{part.type[:50]!r} is not supported, only text")
+    if part.text is None:
+        raise InvalidArgument(f"{name}.text", "is missing")
+    return part.text

@@ -1,0 +1,122 @@
+"""Several answers as one stream of events, and that stream as server-sent events.
+
+Knows nothing of HTTP or of how answers come about. Used by ``openai_api``.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Sequence
+
+from protos import inference_pb2 as public
+from services.router.openai_answers import Choice, Envelope, Form, Json, error_object
+from services.router.serving import Answer
+from services.runtime.errors import to_service_error
+
+Output = public.Tokens | public.Finished
+Answers = AsyncGenerator[tuple[Choice, Answer], None]
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def merge(
+    streams: Sequence[AsyncGenerator[Answer, None]],
+) -> AsyncGenerator[tuple[int, Answer], None]:
+    """Events of all streams as they come, with the stream's index. The first failure ends all."""
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as only:
+            async for event in only:
+                yield 0, event
+        return
+    queue: asyncio.Queue[tuple[int, Answer] | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(queue, i, each)) for i, each in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if item is not None:
+                yield item
+                continue
+            running -= 1
+            for task in tasks:
+                if task.done():
+                    task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    queue: "asyncio.Queue[tuple[int, Answer] | None]",
+    index: int,
+    stream: AsyncGenerator[Answer, None],
+) -> None:
+    try:
+        async with contextlib.aclosing(stream):
+            async for event in stream:
+                queue.put_nowait((index, event))
+    finally:
+        queue.put_nowait(None)
+
+
+async def accepted(
+    answers: Answers, count: int
+) -> tuple[list[Choice], list[tuple[Choice, Output]]]:
+    """Wait until all requests are accepted.
+
+    Returns:
+        The choices in order, and the events that came before the last was accepted.
+    """
+    choices: list[Choice] = []
+    early: list[tuple[Choice, Output]] = []
+    while len(choices) < count:
+        choice, event = await anext(answers)
+        if isinstance(event, public.Accepted):
+            choices.append(choice)
+        else:
+            early.append((choice, event))
+    return sorted(choices, key=lambda choice: choice.index), early
+
+
+async def sse_events(
+    form: Form,
+    envelope: Envelope,
+    choices: Sequence[Choice],
+    early: Sequence[tuple[Choice, Output]],
+    answers: Answers,
+) -> AsyncGenerator[bytes, None]:
+    """A stream as OpenAI clients read it. A failure is its last event, without ``[DONE]``."""
+    with_usage = {"usage": None} if envelope.include_usage else {}
+    async with contextlib.aclosing(answers):
+        try:
+            for choice in choices:
+                if opening := form.opening(envelope, choice):
+                    yield _event(opening | with_usage)
+            for choice, event in early:
+                if chunk := _chunk(form, envelope, choice, event):
+                    yield _event(chunk | with_usage)
+            async for choice, answer in answers:
+                assert not isinstance(answer, public.Accepted)
+                if chunk := _chunk(form, envelope, choice, answer):
+                    yield _event(chunk | with_usage)
+        except Exception as unexpected:
+            yield _event(error_object(to_service_error(unexpected)))
+            return
+        if envelope.include_usage:
+            yield _event(form.usage_chunk(envelope, choices))
+        yield DONE
+
+
+def _chunk(form: Form, envelope: Envelope, choice: Choice, event: Output) -> Json | None:
+    """None: nothing to say yet, the text of a token is held back."""
+    if isinstance(event, public.Finished):
+        choice.finished = event
+        return form.closing(envelope, choice)
+    if not event.text and not envelope.return_token_ids:
+        return None
+    return form.chunk(envelope, choice, event)
+
+
+def _event(content: Json) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"

@@ -1,0 +1,88 @@
+"""The model as the router knows it: names, limits, tokenizer, chat template. No weights, no torch.
+
+Encoding a long text takes a thread, so that streams go on meanwhile. Knows nothing of requests.
+Made by ``app`` from ``engine.loaders``, used by ``intake`` and by both public faces.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from engine.chat import encode_chat
+from engine.loaders.files import ModelFiles
+from engine.loaders.open import open_model
+from engine.tokenizer import Tokenizer
+from services.runtime.errors import NotFound
+
+_LONG_TEXT_CHARACTERS = 4096
+"""Longer texts take about a millisecond or more to encode."""
+
+
+class ServedModel:
+    """The one model of a cluster."""
+
+    def __init__(
+        self,
+        model_id: str,
+        aliases: tuple[str, ...],
+        family: str,
+        max_context: int,
+        vocab_size: int,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.model_id = model_id
+        self.aliases = aliases
+        self.family = family
+        self.max_context = max_context
+        """Tokens the model was trained for; instances may hold less."""
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def open(cls, model: str) -> "ServedModel":
+        """Read what the router needs of ``model``.
+
+        Raises:
+            ModelError: see ``open_model``.
+        """
+        files: ModelFiles = open_model(model)
+        config = files.config
+        return cls(
+            files.model_id,
+            files.aliases,
+            config.family,
+            config.max_positions,
+            config.vocab_size,
+            files.tokenizer(),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name a client may use."""
+        return (self.model_id, *self.aliases)
+
+    def check_name(self, name: str) -> None:
+        """Raises: NotFound: another model."""
+        if name not in self.names:
+            raise NotFound(
+                f"model: {name[:200]!r} is not served here; there is {', '.join(self.names)}"
+            )
+
+    async def encode(self, text: str, field: str) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            InvalidRequest: not a text; names ``field``.
+        """
+        if len(text) <= _LONG_TEXT_CHARACTERS:
+            return self.tokenizer.encode(text, field=field)
+        return await asyncio.to_thread(self.tokenizer.encode, text, field=field)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a chat, up to where the answer begins.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or it refuses the messages.
+        """
+        if sum(len(message["content"]) for message in messages) <= _LONG_TEXT_CHARACTERS:
+            return encode_chat(self.tokenizer, messages)
+        return await asyncio.to_thread(encode_chat, self.tokenizer, messages)

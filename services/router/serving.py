@@ -1,0 +1,235 @@
+"""The life of a typed request in the router, whichever face it came through.
+
+    1  admit     ``admission`` holds room for it, then ``intake`` parses it
+    2  place     ``placement`` chooses instances from a snapshot
+    3  dispatch  an ``Attempt`` sends the orders and follows both legs
+    4  forward   Accepted, then tokens as they come
+    5  end       exactly one terminal event: Finished, or a ServiceError
+    6  account   whatever the end, legs are stopped, the record leaves the table, metrics count it
+
+Closing the iterator early is how a face says that its client has gone.
+Knows nothing of gRPC messages' framing, HTTP or JSON. Used by ``inference`` and ``openai_api``.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+
+from engine.request import Request
+from protos import inference_pb2 as public
+from services.router.admission import Admission
+from services.router.dispatch import Attempt
+from services.router.fleet import Fleet
+from services.router.intake import Intake, Prompt, RawRequest
+from services.router.placement import place
+from services.router.request_table import RequestEvent, RequestRecord, RequestTable
+from services.router.timeline import Marks, observe, timeline
+from services.runtime.errors import (
+    ERROR_CODES,
+    Aborted,
+    DeadlineExceeded,
+    ServiceError,
+    to_service_error,
+)
+from services.runtime.journal import fields
+from services.runtime.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+Answer = public.Accepted | public.Tokens | public.Finished
+
+FINISH_REASON_NAMES = {
+    public.FINISH_REASON_STOP: "stop",
+    public.FINISH_REASON_LENGTH: "length",
+    public.FINISH_REASON_ABORT: "abort",
+    public.FINISH_REASON_ERROR: "error",
+}
+
+
+class Serving:
+    """Answers typed requests."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        intake: Intake,
+        metrics: RouterMetrics,
+        max_context: int,
+        disaggregate_from: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._admission = admission
+        self._intake = intake
+        self._metrics = metrics
+        self._max_context = max_context
+        self._disaggregate_from = disaggregate_from
+        self._clock = clock
+        self._table = RequestTable()
+        self._turn = 0
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and answer that the cluster can hold."""
+        limit = self._fleet.snapshot().max_tokens
+        return self._max_context if limit is None else min(limit, self._max_context)
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether a request could be placed now."""
+        return self._admission.is_open and self._fleet.snapshot().can_admit
+
+    @property
+    def model_digest(self) -> str:
+        """Of the model that is served; empty while nobody serves it."""
+        return self._fleet.snapshot().model_digest
+
+    def abort(self, request_id: str) -> bool:
+        """End a request by its id; False: there is no such request."""
+        return self._table.abort(request_id)
+
+    def refused(self, unexpected: Exception) -> ServiceError:
+        """Count a request that ended before it was typed; its error as one of ours."""
+        error = to_service_error(unexpected)
+        self._metrics.requests_total(error.codes.label).inc()
+        return error
+
+    @contextlib.contextmanager
+    def enter(self, count: int = 1) -> Iterator[None]:
+        """Hold room for ``count`` requests; see ``Admission.enter``."""
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(self._admission.enter(count))
+            except ServiceError as error:
+                raise self.refused(error) from None
+            yield
+
+    async def parse(self, raw: RawRequest) -> Request:
+        """The typed request; see ``Intake.parse``."""
+        try:
+            return await self._intake.parse(raw, self.max_context)
+        except Exception as unexpected:
+            raise self.refused(unexpected) from unexpected
+
+    def refresh_gauges(self) -> None:
+        """Bring the gauges up to date; called when they are about to be read."""
+        running, waiting = self._table.count()
+        self._metrics.requests_running.set(running)
+        self._metrics.requests_waiting.set(waiting)
+
+    async def token_ids(self, prompt: Prompt, name: str) -> Sequence[int]:
+        """A prompt's tokens; see ``Intake.token_ids``."""
+        return await self._intake.token_ids(prompt, name)
+
+    async def answer(
+        self, request: Request, received_s: float, deadline_s: float | None = None
+    ) -> AsyncGenerator[Answer, None]:
+        """Accepted, any number of Tokens, Finished.
+
+        Args:
+            received_s: when it reached the router, by the clock.
+            deadline_s: when the client stops waiting, a time of the running loop.
+
+        Raises:
+            ServiceError: instead of Finished.
+        """
+        record = RequestRecord(request.request_id, len(request.prompt_token_ids))
+        marks = Marks(received_s)
+        self._table.add(record)
+        outcome = "abort"  # of an iterator that is closed early
+        try:
+            attempt = self._place(request, record, marks)
+            attempt.start(deadline_s)
+            with contextlib.closing(attempt):
+                yield public.Accepted(
+                    prompt_tokens=len(request.prompt_token_ids), seed=request.sampling.seed
+                )
+                async with contextlib.aclosing(attempt.run()) as answer:
+                    async for tokens in answer:
+                        self._note(record, marks, tokens)
+                        yield tokens
+            record.advance(RequestEvent.FINISH)
+            finished = self._finished(record, marks)
+            outcome = FINISH_REASON_NAMES.get(finished.finish_reason, "error")
+            yield finished
+        except Aborted:
+            record.advance(RequestEvent.ABORT)
+            yield self._aborted(record, marks)
+        except Exception as unexpected:
+            error = to_service_error(unexpected)
+            outcome = error.codes.label
+            record.advance(RequestEvent.FAIL)
+            raise error from unexpected
+        except BaseException:
+            # The client has gone, or gRPC ended the call because its time was over.
+            if deadline_s is not None and asyncio.get_running_loop().time() >= deadline_s:
+                outcome = ERROR_CODES[DeadlineExceeded].label
+            raise
+        finally:
+            self._account(record, marks, outcome)
+
+    def _place(self, request: Request, record: RequestRecord, marks: Marks) -> Attempt:
+        self._turn += 1
+        placement = place(
+            len(request.prompt_token_ids),
+            request.sampling.max_tokens,
+            self._fleet.snapshot(),
+            self._disaggregate_from,
+            self._turn,
+        )
+        prefill = self._fleet.link(placement.prefill) if placement.prefill else None
+        decode = self._fleet.link(placement.decode)
+        return Attempt(request, record, marks, decode, prefill, self._clock)
+
+    def _note(self, record: RequestRecord, marks: Marks, tokens: public.Tokens) -> None:
+        count = len(tokens.token_ids)
+        record.num_output_tokens += count
+        now_s = self._clock()
+        gap_s = marks.note_tokens(now_s, count)
+        if gap_s is None:
+            self._metrics.time_to_first_token_seconds.observe(now_s - marks.received_s)
+        elif count:
+            self._metrics.inter_token_latency_seconds.observe(gap_s)
+
+    def _finished(self, record: RequestRecord, marks: Marks) -> public.Finished:
+        end = marks.decode_finished
+        assert end is not None
+        return public.Finished(
+            finish_reason=end.finish_reason,
+            stop_reason=end.stop_reason,
+            usage=public.Usage(
+                prompt_tokens=record.num_prompt_tokens,
+                output_tokens=end.output_tokens,
+                cached_tokens=end.cached_tokens,
+            ),
+            timeline=observe(marks, self._metrics),
+        )
+
+    def _aborted(self, record: RequestRecord, marks: Marks) -> public.Finished:
+        marks.finished_s = self._clock()
+        return public.Finished(
+            finish_reason=public.FINISH_REASON_ABORT,
+            usage=public.Usage(
+                prompt_tokens=record.num_prompt_tokens, output_tokens=record.num_output_tokens
+            ),
+            timeline=timeline(marks),
+        )
+
+    def _account(self, record: RequestRecord, marks: Marks, outcome: str) -> None:
+        if not record.is_terminal:
+            record.advance(RequestEvent.ABORT)
+        self._table.remove(record)
+        self._metrics.requests_total(outcome).inc()
+        said = fields(
+            request=record.request_id,
+            outcome=outcome,
+            prompt_tokens=record.num_prompt_tokens,
+            output_tokens=record.num_output_tokens,
+            prefill=record.prefill_instance,
+            decode=record.decode_instance,
+            e2e_s=f"{self._clock() - marks.received_s:.3f}",
+        )
+        log.info("request %s", said)

@@ -1,0 +1,96 @@
+"""Where the time of one request went: marks are noted, everything else is derived here.
+
+Times of the router's own clock are marks; what instances measured arrives as durations, so
+clocks need not agree. Knows nothing of streams. Written by ``serving`` and ``dispatch``.
+"""
+
+from dataclasses import dataclass
+
+from protos import inference_pb2 as public
+from protos import worker_pb2 as wire
+from services.runtime.metrics import RouterMetrics
+
+
+@dataclass(slots=True)
+class Marks:
+    """What is known of one request so far; times in seconds of one monotonic clock."""
+
+    received_s: float
+    dispatched_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+    num_output_tokens: int = 0
+    prefill_instance: str = ""
+    decode_instance: str = ""
+    prefill_started: wire.PrefillStarted | None = None
+    prefill_done: wire.PrefillDone | None = None
+    decode_finished: wire.DecodeFinished | None = None
+
+    def note_tokens(self, now_s: float, count: int) -> float | None:
+        """New output tokens came; returns the gap to those before, None for the first."""
+        before_s, self.last_token_s = self.last_token_s, now_s
+        self.num_output_tokens += count
+        if before_s is None:
+            self.first_token_s = now_s
+            return None
+        return now_s - before_s
+
+
+def timeline(marks: Marks) -> public.Timeline:
+    """The durations of a request; what nobody reported (yet) is 0.
+
+    A decode instance may finish before its prefill instance has said how its part went: then
+    the prefill time is what is left between queue and first token.
+    """
+    end_s = marks.finished_s if marks.finished_s is not None else marks.received_s
+    first_s = marks.first_token_s if marks.first_token_s is not None else end_s
+    ttft_s, e2e_s = first_s - marks.received_s, end_s - marks.received_s
+    queue_s = _queue_s(marks)
+    done, started, finished = marks.prefill_done, marks.prefill_started, marks.decode_finished
+    result = public.Timeline(
+        queue_s=queue_s,
+        prefill_s=_prefill_s(marks, ttft_s - queue_s),
+        first_decode_s=finished.first_decode_s if finished else 0.0,
+        ttft_s=ttft_s,
+        e2e_s=e2e_s,
+        prefill_instance=marks.prefill_instance,
+        decode_instance=marks.decode_instance,
+        grant_s=started.grant_s if started else 0.0,
+    )
+    if marks.num_output_tokens > 1:
+        result.tpot_s = (e2e_s - ttft_s) / (marks.num_output_tokens - 1)
+    if done:
+        result.handoff_s = done.handoff_s
+        result.handoff_hidden_ratio = done.handoff_hidden_ratio
+        result.handoff_bytes = done.handoff_bytes
+    return result
+
+
+def _queue_s(marks: Marks) -> float:
+    """Received by the router -> first computed: our part, then the instance's."""
+    if marks.dispatched_s is None:
+        return 0.0
+    ours_s = marks.dispatched_s - marks.received_s
+    if marks.prefill_instance:
+        started = marks.prefill_started
+        return ours_s + (started.queue_s if started else 0.0)
+    return ours_s + (marks.decode_finished.queue_s if marks.decode_finished else 0.0)
+
+
+def _prefill_s(marks: Marks, rest_s: float) -> float:
+    """First computed -> first token sampled, where it was computed."""
+    if marks.prefill_done:
+        return marks.prefill_done.prefill_s
+    if marks.prefill_started:
+        return max(0.0, rest_s)
+    return marks.decode_finished.prefill_s if marks.decode_finished else 0.0
+
+
+def observe(marks: Marks, metrics: RouterMetrics) -> public.Timeline:
+    """The timeline of a request that was answered, after adding it to the histograms."""
+    result = timeline(marks)
+    metrics.request_queue_time_seconds.observe(result.queue_s)
+    metrics.prefill_time_seconds.observe(result.prefill_s)
+    metrics.e2e_request_latency_seconds.observe(result.e2e_s)
+    return result

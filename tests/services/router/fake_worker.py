@@ -1,0 +1,239 @@
+"""An instance without an engine: a real gRPC server whose answers are scripted.
+
+A decode instance answers with the letters of ``ANSWER``, one a step, as a byte tokenizer spells
+them; a script can make either service fail, stall or fall silent. Everything that the router
+asked for is kept, so that tests can look at it.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from protos import cluster_pb2, cluster_pb2_grpc, kv_transfer_pb2, worker_pb2_grpc
+from protos import inference_pb2 as public
+from protos import worker_pb2 as wire
+from services.runtime.server import GrpcServer, open_channel, token_metadata
+from services.runtime.settings import Role
+
+ANSWER = "abcdefghijklmnopqrstuvwxyz"
+TOKEN = "test-token"
+LAYOUT = kv_transfer_pb2.KvLayout(
+    dtype="float32", num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, order="rows"
+)
+
+
+@dataclass
+class Script:
+    """How an instance behaves."""
+
+    step_s: float = 0.0
+    """Between tokens."""
+    first_s: float = 0.0
+    """Before the first token, and before prefill is done."""
+    stall_after: int | None = None
+    """Decode: say nothing more after so many tokens."""
+    fail_after: int | None = None
+    """Decode: fail after so many tokens. Prefill: fail at once if it is 0."""
+    failure: wire.WorkFailed = field(
+        default_factory=lambda: wire.WorkFailed(code=8, message="no room here")
+    )
+    silent_prefill: bool = False
+    """Prefill: never report the end."""
+    stop_at: int | None = None
+    """Decode: end with STOP after so many tokens."""
+
+
+class FakeWorker:
+    """One scripted instance; register it with ``join``."""
+
+    def __init__(self, role: Role, script: Script | None = None, **described: Any) -> None:
+        self.role = role
+        self.script = script or Script()
+        self.instance_id = secrets.token_hex(4)
+        self.described = described
+        self.starts: list[Any] = []
+        self.aborts: list[str] = []
+        self.running: dict[str, asyncio.Task[None]] = {}
+        self.load = cluster_pb2.InstanceLoad(blocks_total=100, blocks_free=100)
+        self.server = GrpcServer(self._mount, "127.0.0.1", 0, token=TOKEN, stop_grace_s=0)
+        self._channel: grpc.aio.Channel | None = None
+        self._heart: asyncio.Task[None] | None = None
+
+    def _mount(self, server: grpc.aio.Server) -> None:
+        worker_pb2_grpc.add_PrefillServicer_to_server(_Prefill(self), server)
+        worker_pb2_grpc.add_DecodeServicer_to_server(_Decode(self), server)
+
+    async def join(self, router: str, heartbeats: bool = True) -> "FakeWorker":
+        await self.server.start()
+        self._channel = open_channel(router)
+        await self.register()
+        if heartbeats:
+            self._heart = asyncio.create_task(self._beat())
+        return self
+
+    @property
+    def cluster(self) -> cluster_pb2_grpc.ClusterStub:
+        assert self._channel is not None
+        return cluster_pb2_grpc.ClusterStub(self._channel)
+
+    async def register(self) -> None:
+        description = cluster_pb2.RegisterRequest(
+            instance_id=self.instance_id,
+            role=self.role.number,
+            address=self.server.address,
+            model="bytes",
+            model_digest="d1",
+            kv_layout=LAYOUT,
+            max_context=512,
+            max_sequence_tokens=4096,
+            load=self.load,
+        )
+        change = cluster_pb2.RegisterRequest(**self.described)
+        for name in self.described:
+            if name == "kv_layout":
+                description.kv_layout.CopyFrom(change.kv_layout)
+            else:
+                setattr(description, name, getattr(change, name))
+        await self.cluster.Register(description, metadata=token_metadata(TOKEN), timeout=5)
+
+    async def beat(self) -> bool:
+        beat = cluster_pb2.HeartbeatRequest(instance_id=self.instance_id, load=self.load)
+        answer = await self.cluster.Heartbeat(beat, metadata=token_metadata(TOKEN), timeout=5)
+        return bool(answer.known)
+
+    async def leave(self) -> None:
+        request = cluster_pb2.DeregisterRequest(instance_id=self.instance_id)
+        await self.cluster.Deregister(request, metadata=token_metadata(TOKEN), timeout=5)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(0.2)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                if not await self.beat():
+                    await self.register()
+
+    async def stop_heart(self) -> None:
+        heart, self._heart = self._heart, None
+        if heart is not None:
+            heart.cancel()
+            await asyncio.gather(heart, return_exceptions=True)
+
+    async def kill(self) -> None:
+        """Gone without a goodbye."""
+        await self.stop_heart()
+        await self.server.stop()
+
+    async def stop(self) -> None:
+        await self.kill()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def run(
+        self,
+        commands: AsyncIterator[Any],
+        work: Callable[[Any, Callable[[Any], None]], Coroutine[Any, Any, None]],
+    ) -> AsyncIterator[Any]:
+        """One router's stream."""
+        outbox: asyncio.Queue[Any] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(commands, work, outbox))
+        try:
+            while True:
+                yield await outbox.get()
+        finally:
+            reader.cancel()
+            for task in list(self.running.values()):
+                task.cancel()
+
+    async def _read(self, commands: Any, work: Any, outbox: asyncio.Queue[Any]) -> None:
+        async for command in commands:
+            if command.HasField("start"):
+                self.starts.append(command.start)
+                request_id = command.start.request.request_id
+                task = asyncio.create_task(work(command.start, outbox.put_nowait))
+                self.running[request_id] = task
+                task.add_done_callback(lambda _, key=request_id: self.running.pop(key, None))
+            else:
+                self.aborts.append(command.abort.request_id)
+                if task := self.running.get(command.abort.request_id):
+                    task.cancel()
+
+
+class _Prefill(worker_pb2_grpc.PrefillServicer):
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    async def Run(self, request_iterator: Any, context: Any) -> AsyncIterator[wire.PrefillEvents]:
+        async for events in self._worker.run(request_iterator, self._work):
+            yield events
+
+    async def _work(self, start: wire.StartPrefill, emit: Callable[[Any], None]) -> None:
+        script, request_id = self._worker.script, start.request.request_id
+
+        def say(**event: Any) -> None:
+            told = wire.PrefillEvent(request_id=request_id, **event)
+            emit(wire.PrefillEvents(events=[told]))
+
+        if script.fail_after == 0:
+            say(failed=script.failure)
+            return
+        say(started=wire.PrefillStarted(queue_s=0.25, grant_s=0.125))
+        await asyncio.sleep(script.first_s)
+        if script.silent_prefill:
+            await asyncio.Event().wait()
+        say(
+            done=wire.PrefillDone(
+                prefill_s=0.5,
+                handoff_s=0.1,
+                handoff_hidden_ratio=0.75,
+                handoff_bytes=4096,
+                computed_tokens=len(start.request.prompt_token_ids),
+            )
+        )
+
+
+class _Decode(worker_pb2_grpc.DecodeServicer):
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    async def Run(self, request_iterator: Any, context: Any) -> AsyncIterator[wire.DecodeEvents]:
+        async for events in self._worker.run(request_iterator, self._work):
+            yield events
+
+    async def _work(self, start: wire.StartDecode, emit: Callable[[Any], None]) -> None:
+        script, request = self._worker.script, start.request
+        local = not start.handoff_id
+
+        def say(**event: Any) -> None:
+            told = wire.DecodeEvent(request_id=request.request_id, **event)
+            emit(wire.DecodeEvents(events=[told]))
+
+        await asyncio.sleep(script.first_s)
+        wanted = request.sampling.max_tokens
+        count = min(wanted, script.stop_at) if script.stop_at is not None else wanted
+        for index in range(count):
+            if index == script.stall_after:
+                await asyncio.Event().wait()
+            if index == script.fail_after:
+                say(failed=script.failure)
+                return
+            letter = ANSWER[index % len(ANSWER)]
+            say(tokens=public.Tokens(token_ids=[ord(letter)], text=letter))
+            await asyncio.sleep(script.step_s)
+        stopped = script.stop_at is not None and script.stop_at <= wanted
+        reason = public.FINISH_REASON_STOP if stopped else public.FINISH_REASON_LENGTH
+        say(
+            finished=wire.DecodeFinished(
+                finish_reason=reason,
+                output_tokens=count,
+                cached_tokens=3,
+                queue_s=0.25 if local else 0.0,
+                prefill_s=0.5 if local else 0.0,
+                first_decode_s=0.01,
+            )
+        )
