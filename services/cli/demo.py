@@ -11,8 +11,9 @@ from rich.console import Console
 from engine.config import EngineConfig
 from services.cli.client import connected
 from services.cli.generate import Ask, stream_answer
-from services.cli.serve import Counts, make_launcher, make_plan, num_cores, run_with_cluster
+from services.cli.serve import Counts, make_plan, num_cores, run_with_cluster
 from services.cli.timeline import draw
+from services.launch.processes import LocalLauncher
 from services.runtime.settings import RouterConfig
 
 PROMPT = (
@@ -30,7 +31,7 @@ def run(model: str) -> None:
     engine = EngineConfig(threads=max(1, num_cores() // len(roles)))
     router = RouterConfig(model=model, grpc_port=0, http_port=0, disaggregate_from=0)
     plan = make_plan(router, roles, engine, transport="auto")
-    run_with_cluster(plan, make_launcher("local", len(roles), engine), _answer_one)
+    run_with_cluster(plan, LocalLauncher, _answer_one)
 
 
 async def _answer_one(addresses: Mapping[str, str]) -> None:

@@ -81,9 +81,8 @@ def serve(
         insecure=insecure,
     )
     plan = cluster.make_plan(router, roles, engine, transport)
-    cluster.run_with_cluster(
-        plan, cluster.make_launcher(launcher, len(roles), engine), cluster.announce
-    )
+    launch = cluster.launcher_by_name(launcher, len(roles), engine)
+    cluster.run_with_cluster(plan, launch, cluster.announce)
 
 
 @app.command()

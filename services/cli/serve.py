@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import signal
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -93,19 +94,23 @@ def make_plan(
     return ClusterPlan(router, worker_for, roles)
 
 
-def make_launcher(kind: str, num_workers: int, engine: EngineConfig) -> Launcher:
-    """Raises: InvalidArgument: no such launcher. LaunchError: it cannot start."""
-    if kind == "local":
-        return LocalLauncher()
-    if kind == "ray":
+def launcher_by_name(name: str, num_workers: int, engine: EngineConfig) -> Callable[[], Launcher]:
+    """What makes the launcher, once it is wanted; making one may raise LaunchError.
+
+    Raises:
+        InvalidArgument: no such launcher.
+    """
+    if name == "local":
+        return LocalLauncher
+    if name == "ray":
         from services.launch.actors import RayLauncher
 
         gpus = 1 if engine.device == "cuda" else 0
-        return RayLauncher.connect(num_workers, engine.threads, gpus)
-    raise InvalidArgument("--launcher", f"{kind!r} is none of local, ray")
+        return lambda: RayLauncher.connect(num_workers, engine.threads, gpus)
+    raise InvalidArgument("--launcher", f"{name!r} is none of local, ray")
 
 
-def run_with_cluster(plan: ClusterPlan, launcher: Launcher, work: Work) -> None:
+def run_with_cluster(plan: ClusterPlan, launch: Callable[[], Launcher], work: Work) -> None:
     """Bring a cluster up, do ``work`` with it, stop it. A signal ends it early, and well.
 
     Raises:
@@ -116,7 +121,12 @@ def run_with_cluster(plan: ClusterPlan, launcher: Launcher, work: Work) -> None:
     os.environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(32))
     os.environ.setdefault(journal.LEVEL_VARIABLE, "warning")
     journal.configure()
-    asyncio.run(_run(plan, launcher, work))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        launcher = launch()
+        asyncio.run(_run(plan, launcher, work))
+    except KeyboardInterrupt:
+        return  # a signal from before the event loop took them over: nothing had started
 
 
 async def announce(addresses: Mapping[str, str]) -> None:
