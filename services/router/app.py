@@ -28,6 +28,7 @@ from services.router.membership import InstanceState, Snapshot
 from services.router.openai_api import OpenAiApi
 from services.router.served_model import ServedModel
 from services.router.serving import Serving
+from services.runtime.errors import Unavailable
 from services.runtime.lifecycle import Component, Stack, StopSignals, run_until_stopped
 from services.runtime.metrics import RouterMetrics, new_registry
 from services.runtime.server import GrpcServer, cluster_token
@@ -56,7 +57,7 @@ class Router(Component):
         self._metrics = RouterMetrics.create(registry, model.model_id, secrets.token_hex(4))
         self._health = Health((INFERENCE,))
         self._fleet = Fleet(model.model_id, token, self._follow)
-        serving = Serving(
+        self._serving = serving = Serving(
             self._fleet,
             self._admission,
             Intake(model),
@@ -113,7 +114,9 @@ class Router(Component):
         await self._admission.idle()
 
     async def stop(self) -> None:
+        """Whoever still waits for an answer is told; nothing of it is left."""
         self._admission.close()
+        self._serving.end_all(Unavailable("the router is stopping"))
         await self._parts.stop()
 
     def _follow(self, snapshot: Snapshot) -> None:

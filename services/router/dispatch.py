@@ -23,7 +23,7 @@ from protos import worker_pb2 as wire
 from services.router.link import Event, Link
 from services.router.request_table import RequestEvent, RequestRecord, RequestState
 from services.router.timeline import Marks
-from services.runtime.errors import Aborted, DeadlineExceeded, ServiceError, from_code
+from services.runtime.errors import DeadlineExceeded, ServiceError, from_code
 from services.runtime.work import work_request_message
 
 HANDOFF_ID_BYTES = 16
@@ -82,19 +82,20 @@ class Attempt:
         self._marks.decode_instance = self._record.decode_instance = decode_id
         self._marks.dispatched_s = self._clock()
         self._record.advance(RequestEvent.DISPATCH)
-        self._record.on_abort = self.abort
+        self._record.end = self.end
         if deadline_s is not None:
-            self._deadline = asyncio.get_running_loop().call_at(deadline_s, self._expire)
+            passed = DeadlineExceeded("the request's deadline has passed")
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_at(deadline_s, self.end, passed)
 
-    def abort(self) -> None:
-        """The client wants no more."""
-        self._inbox.put_nowait((None, Aborted("the request was aborted")))
+    def end(self, error: ServiceError) -> None:
+        """End the attempt from outside: by the client, by its deadline, by the router's stop."""
+        self._inbox.put_nowait((None, error))
 
     async def run(self) -> AsyncGenerator[public.Tokens, None]:
         """The answer as it comes; returns when it is whole (``Marks.decode_finished``).
 
         Raises:
-            Aborted: ``abort`` was called.
             ServiceError: whatever ended it early.
         """
         try:
@@ -103,7 +104,8 @@ class Attempt:
                 if isinstance(event, ServiceError):
                     self._fail(leg, event)
                 elif isinstance(event, wire.PrefillEvent):
-                    self._follow_prefill(event)
+                    assert leg is not None
+                    self._follow_prefill(leg, event)
                 elif (tokens := self._follow_decode(event)) is not None:
                     yield tokens
             await self._settle()
@@ -122,9 +124,6 @@ class Attempt:
     def _sink(self, leg: _Leg) -> Callable[[Event | ServiceError], None]:
         return lambda event: self._inbox.put_nowait((leg, event))
 
-    def _expire(self) -> None:
-        self._inbox.put_nowait((None, DeadlineExceeded("the request's deadline has passed")))
-
     def _fail(self, leg: _Leg | None, error: ServiceError) -> None:
         """Raise, unless it is the prefill leg and its part is over."""
         if leg is not None:
@@ -135,19 +134,17 @@ class Attempt:
     def _needs_prefill(self) -> bool:
         return self._record.state in (RequestState.PREFILLING, RequestState.HANDING_OFF)
 
-    def _follow_prefill(self, event: wire.PrefillEvent) -> None:
-        leg = self._prefill
-        assert leg is not None
+    def _follow_prefill(self, leg: _Leg, event: wire.PrefillEvent) -> None:
         match event.WhichOneof("event"):
             case "started":
                 self._marks.prefill_started = event.started
             case "done":
-                self._end(leg)
+                self._end_leg(leg)
                 self._marks.prefill_done = event.done
                 if self._record.state is RequestState.HANDING_OFF:
                     self._record.advance(RequestEvent.JOIN)
             case "failed":
-                self._end(leg)
+                self._end_leg(leg)
                 self._fail(leg, from_code(event.failed.code, event.failed.message))
 
     def _follow_decode(self, event: wire.DecodeEvent) -> public.Tokens | None:
@@ -156,11 +153,11 @@ class Attempt:
                 self._note_tokens()
                 return event.tokens
             case "finished":
-                self._end(self._decode)
+                self._end_leg(self._decode)
                 self._marks.finished_s = self._clock()
                 self._marks.decode_finished = event.finished
             case "failed":
-                self._end(self._decode)
+                self._end_leg(self._decode)
                 raise from_code(event.failed.code, event.failed.message)
         return None
 
@@ -173,32 +170,20 @@ class Attempt:
         elif state is RequestState.HANDING_OFF:
             self._record.advance(RequestEvent.JOIN)
 
-    def _end(self, leg: _Leg) -> None:
+    def _end_leg(self, leg: _Leg) -> None:
         leg.is_running = False
         leg.link.done(self._request.request_id)
 
     async def _settle(self) -> None:
         """The answer is whole; hear the prefill leg's report if it is about to come."""
         leg = self._prefill
-        if leg is None:
-            return
         try:
             async with asyncio.timeout(FINISH_GRACE_S):
-                while leg.is_running:
+                while leg is not None and leg.is_running:
                     _, event = await self._inbox.get()
                     if isinstance(event, ServiceError):
                         return  # whatever it is, it came too late to matter
                     if isinstance(event, wire.PrefillEvent):
-                        self._settle_with(leg, event)
-        except TimeoutError:
-            return
-
-    def _settle_with(self, leg: _Leg, event: wire.PrefillEvent) -> None:
-        match event.WhichOneof("event"):
-            case "started":
-                self._marks.prefill_started = event.started
-            case "done":
-                self._end(leg)
-                self._marks.prefill_done = event.done
-            case "failed":
-                self._end(leg)
+                        self._follow_prefill(leg, event)
+        except (TimeoutError, ServiceError):
+            return  # no report, or one of a failure that came too late to matter

@@ -42,16 +42,21 @@ class Fleet(Component):
         self._clock = clock
         self._links: dict[str, Link] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._sweeper: asyncio.Task[None] | None = None
         self._stopped = False
 
     async def start(self) -> None:
-        self._spawn(self._sweep())
+        self._sweeper = self._spawn(self._sweep())
+
+    async def watch(self) -> None:
+        assert self._sweeper is not None
+        await asyncio.shield(self._sweeper)
 
     async def stop(self) -> None:
         self._stopped = True
-        for link in list(self._links.values()):
-            await link.close(Unavailable("the router is stopping"))
-        self._links.clear()
+        links, self._links = list(self._links.values()), {}
+        stopping = Unavailable("the router is stopping")
+        await asyncio.gather(*(link.close(stopping) for link in links))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -146,10 +151,11 @@ class Fleet(Component):
     def _changed(self) -> None:
         self._on_change(self.snapshot())
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

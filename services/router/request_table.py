@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from engine.errors import IllegalTransition
+from services.runtime.errors import Aborted, ServiceError
 
 
 class RequestState(Enum):
@@ -65,8 +66,8 @@ class RequestRecord:
     num_output_tokens: int = 0
     prefill_instance: str = ""
     decode_instance: str = ""
-    on_abort: Callable[[], None] | None = None
-    """Ends it for a client who asks by id."""
+    end: Callable[[ServiceError], None] | None = None
+    """Ends it from outside; there once it was dispatched."""
 
     @property
     def is_terminal(self) -> bool:
@@ -105,9 +106,15 @@ class RequestTable:
         record = self._records.get(request_id)
         if record is None:
             return False
-        if record.on_abort is not None:
-            record.on_abort()
+        if record.end is not None:
+            record.end(Aborted("the request was aborted"))
         return True
+
+    def end_all(self, error: ServiceError) -> None:
+        """End all requests with ``error``."""
+        for record in self._records.values():
+            if record.end is not None:
+                record.end(error)
 
     def count(self) -> tuple[int, int]:
         """How many have a token (running), and how many have none yet (waiting)."""

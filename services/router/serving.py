@@ -91,6 +91,10 @@ class Serving:
         """End a request by its id; False: there is no such request."""
         return self._table.abort(request_id)
 
+    def end_all(self, error: ServiceError) -> None:
+        """End all requests with ``error``."""
+        self._table.end_all(error)
+
     def refused(self, unexpected: Exception) -> ServiceError:
         """Count a request that ended before it was typed; its error as one of ours."""
         error = to_service_error(unexpected)

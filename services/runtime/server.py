@@ -7,14 +7,17 @@ their options here, because keepalive works only when client and server agree.
 """
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from services.runtime.errors import (
     FailedPrecondition,
@@ -144,6 +147,59 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._refusal
 
 
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """In the place of a message that could not be parsed."""
+
+    kind: str
+
+
+class ParseInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """A message that cannot be parsed is the client's fault; gRPC itself would call it INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        parse, kind = handler.request_deserializer, handler_call_details.method
+
+        def forgiving(data: bytes) -> Any:
+            try:
+                return parse(data)
+            except DecodeError:
+                return _Malformed(kind)
+
+        if handler.response_streaming:
+
+            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+                await _check_parsed(request, context)
+                async with contextlib.aclosing(handler.unary_stream(request, context)) as answers:
+                    async for answer in answers:
+                        yield answer
+
+            return grpc.unary_stream_rpc_method_handler(
+                stream, forgiving, handler.response_serializer
+            )
+
+        async def unary(request: Any, context: Any) -> Any:
+            await _check_parsed(request, context)
+            return await handler.unary_unary(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(unary, forgiving, handler.response_serializer)
+
+
+async def _check_parsed(request: Any, context: Any) -> None:
+    if isinstance(request, _Malformed):
+        await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"{request.kind}: not a message of this method, or a text in it is not UTF-8",
+        )
+
+
 async def _refuse(_requests: object, context: Any) -> None:
     await context.abort(
         grpc.StatusCode.UNAUTHENTICATED,
@@ -189,7 +245,9 @@ class GrpcServer(Component):
         """Raises: InvalidArgument: public host without insecure. Unavailable: the port is taken."""
         check_bind(self._host, self._insecure)
         internal = self._token is not None
-        interceptors = [TokenInterceptor(self._token)] if self._token is not None else []
+        interceptors = [
+            TokenInterceptor(self._token) if self._token is not None else ParseInterceptor()
+        ]
         limit = INTERNAL_MESSAGE_BYTES if internal else PUBLIC_MESSAGE_BYTES
         server = grpc.aio.server(interceptors=interceptors, options=server_options(limit))
         self._mount(server)
