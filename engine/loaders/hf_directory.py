@@ -5,6 +5,7 @@ Called by ``open``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 """Old checkpoints carry this constant, which follows from rope_theta."""
 
@@ -83,12 +85,11 @@ def _weight_files(path: Path) -> list[str]:
         weight_map = read_object(path / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CorruptModel(f"{_INDEX}: weight_map is missing")
-        names = {name for name in weight_map.values() if isinstance(name, str)}
         # The index is data from elsewhere: it may name files of its own directory only.
-        if len(names) < len(set(map(str, weight_map.values()))) or any(
-            Path(name).name != name for name in names
-        ):
-            raise CorruptModel(f"{_INDEX}: weight_map names something that is no file name")
+        for name in weight_map.values():
+            if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+                raise CorruptModel(f"{_INDEX}: {name!r:.80} is no name of a safetensors file")
+        names = set(weight_map.values())
         return sorted(names)
     if (path / _SINGLE).is_file():
         return [_SINGLE]
