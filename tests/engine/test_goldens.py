@@ -115,14 +115,14 @@ def test_one_prompt_alone(runner: Runner) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("chunk", [WHOLE, 64], ids=["whole", "chunks of 64"])
 def test_each_prompt_alone(runner: Runner, chunk: int) -> None:
     check([run for g in GOLDENS for run in answers(runner, [g], chunk, NUM_TOKENS)])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("chunk", [WHOLE, 64], ids=["whole", "chunks of 64"])
 def test_eight_prompts_at_once(runner: Runner, chunk: int) -> None:
     for first in range(0, len(GOLDENS), 8):
