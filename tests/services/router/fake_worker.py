@@ -51,7 +51,7 @@ class Script:
 class FakeWorker:
     """One scripted instance; register it with ``join``."""
 
-    def __init__(self, role: Role, script: Script | None = None, **described: Any) -> None:
+    def __init__(self, role: Role, script: Script | None = None, /, **described: Any) -> None:
         self.role = role
         self.script = script or Script()
         self.instance_id = secrets.token_hex(4)
