@@ -139,12 +139,21 @@ def check(pieces: list[str], stop: tuple[str, ...]) -> tuple[str, str | None]:
     return sent + checker.flush(), matched
 
 
-few_letters = st.text(alphabet="abß", max_size=20)
-stop_strings = st.lists(st.text(alphabet="abß", min_size=1, max_size=5), max_size=5).map(tuple)
+@st.composite
+def stops_and_text(draw: st.DrawFn) -> tuple[tuple[str, ...], str]:
+    """Stop strings of few letters, and a text that is made of their beginnings."""
+    words = st.lists(st.text(alphabet="abß", min_size=1, max_size=6), max_size=5)
+    stop = tuple(draw(words))
+    beginnings = [word[:length] for word in stop for length in range(1, len(word))]
+    pieces = st.lists(st.sampled_from([*beginnings, "a", "ß"]), max_size=6)
+    return stop, "".join(draw(pieces))
 
 
-@given(few_letters, stop_strings, sizes)
-def test_stop_checker_equals_the_rule(text: str, stop: tuple[str, ...], sizes: list[int]) -> None:
+@given(stops_and_text(), sizes)
+def test_stop_checker_equals_the_rule(
+    stop_and_text: tuple[tuple[str, ...], str], sizes: list[int]
+) -> None:
+    stop, text = stop_and_text
     pieces, start = [], 0
     for size in [*sizes, len(text)]:
         pieces.append(text[start : start + size])
@@ -152,8 +161,11 @@ def test_stop_checker_equals_the_rule(text: str, stop: tuple[str, ...], sizes: l
     assert check(pieces, stop) == stopped_at(text, stop)
 
 
-@given(few_letters, stop_strings)
-def test_only_what_may_begin_a_stop_string_is_held(text: str, stop: tuple[str, ...]) -> None:
+@given(stops_and_text())
+def test_only_what_may_begin_a_stop_string_is_held(
+    stop_and_text: tuple[tuple[str, ...], str],
+) -> None:
+    stop, text = stop_and_text
     sent, matched = StopChecker(stop).push(text)
     if matched is None:
         beginnings = {word[:length] for word in stop for length in range(1, len(word))}
@@ -164,6 +176,15 @@ def test_only_what_may_begin_a_stop_string_is_held(text: str, stop: tuple[str, .
 def test_first_to_be_complete_wins() -> None:
     assert check(["xabcd"], ("abcd", "bc")) == ("xa", "bc")
     assert check(["xabcd"], ("cd", "abcd", "d")) == ("x", "abcd")
+
+
+def test_a_long_beginning_is_held_until_it_is_none() -> None:
+    checker = StopChecker(("</answer>",))
+    assert checker.push("4</answ") == ("4", None)
+    assert checker.push("erx") == ("</answerx", None)
+    assert checker.push("</answer") == ("", None)
+    assert checker.push(">y") == ("", "</answer>")
+    assert checker.push("z") == ("", "</answer>") and checker.flush() == ""
 
 
 def test_no_stop_strings_hold_nothing() -> None:

@@ -23,7 +23,7 @@ from engine.loaders.gguf_file import GgufFile, GgufKey
 from engine.loaders.gguf_tokenizer import tokenizer_from_gguf
 from engine.loaders.open import open_model
 from engine.tokenizer import ByteTokenizer, Tokenizer
-from tests.engine.loaders.llama_files import random_weights, write_gguf
+from tests.engine.loaders.llama_files import TOKENS, random_weights, write_gguf
 
 CORPUS = [
     "",
@@ -303,6 +303,21 @@ def test_what_vocabularies_are_refused(
     with pytest.raises(error, match=reason) as caught:
         model.tokenizer()
     assert "a.gguf" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_llama_3_prefers_whole_tokens_to_merges(tmp_path: Path) -> None:
+    def ids(pre: str) -> list[int]:
+        keys = {
+            "tokenizer.ggml.pre": pre,
+            "tokenizer.ggml.add_bos_token": False,
+            "tokenizer.ggml.tokens": [*TOKENS[:-1], "xyz"],
+            "tokenizer.ggml.merges": ["a b", "ab c"],
+        }
+        path = write_gguf(tmp_path / f"{pre}.gguf", random_weights(), keys=keys)
+        return open_model(str(path)).tokenizer().encode("xyz")
+
+    assert ids("llama-bpe") == [len(TOKENS) - 1]
+    assert ids("gpt-2") == [TOKENS.index(letter) for letter in "xyz"]
 
 
 # SentencePiece: words of a tiny corpus, pieces in the order in which training would find them.

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import CorruptModel, ModelError
+from engine.loaders.gguf_file import GgufFile, GgufTensor
 from engine.loaders.open import open_model
 from tests.engine.loaders.llama_files import random_weights, write_gguf
 from tests.tiny_model import make_tiny_model
@@ -212,3 +213,53 @@ def test_deep_json(tmp_path: Path) -> None:
     (directory / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 1}))
     with pytest.raises(CorruptModel, match="hidden_size is missing"):
         open_model(str(directory))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (
+            b"llama.rope.freq_base",
+            b"llama.context_length",
+            "llama.context_length appears twice",
+        ),
+        (
+            b"blk.0.ffn_gate.weight",
+            b"blk.1.ffn_gate.weight",
+            "blk.1.ffn_gate.weight appears twice",
+        ),
+        (b"<|bos|>", b"<|\xffos|>", "is not UTF-8"),
+        (b"tokenizer.ggml.pre\x08", b"tokenizer.ggml.pre\x0d", "unknown value type 13"),
+        (b"token_type\x09\0\0\0\x05", b"token_type\x09\0\0\0\x0d", "unknown array type 13"),
+    ],
+)
+def test_gguf_that_contradicts_itself(
+    gguf_bytes: bytes,
+    try_gguf: Callable[[bytes], str | None],
+    old: bytes,
+    new: bytes,
+    reason: str,
+) -> None:
+    assert gguf_bytes.count(old) == 1 and len(old) == len(new)
+    line = try_gguf(gguf_bytes.replace(old, new))
+    assert line is not None and reason in line
+
+
+def test_gguf_tensor_off_its_place(
+    gguf_bytes: bytes, try_gguf: Callable[[bytes], str | None]
+) -> None:
+    """One-dimensional: name, 1, length, type, offset."""
+    entry = b"output_norm.weight" + struct.pack("<IQI", 1, 64, 0)
+    at = gguf_bytes.index(entry) + len(entry)
+
+    def moved(offset: int) -> bytes:
+        return gguf_bytes[:at] + struct.pack("<Q", offset) + gguf_bytes[at + 8 :]
+
+    assert "not aligned" in (try_gguf(moved(33)) or "")
+    assert "lacks its last" in (try_gguf(moved(1 << 40)) or "")
+
+
+def test_rows_that_are_no_whole_blocks(tmp_path: Path) -> None:
+    file = GgufFile(write_gguf(tmp_path / "a.gguf", random_weights()))
+    with pytest.raises(CorruptModel, match="rows of tensor x are 65 long, not a multiple of 32"):
+        file.blocks(GgufTensor("x", (2, 65), "Q8_0", 0))

@@ -199,6 +199,9 @@ def test_identity(tmp_path: Path) -> None:
             tmp_path / "f.gguf", weights, keys={"tokenizer.ggml.pre": "smollm"}
         ),
     }
+    content = path.read_bytes()
+    changed["last byte"] = tmp_path / "g.gguf"
+    changed["last byte"].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     for what, other in changed.items():
         assert open_model(str(other)).identity != identity, what
 
