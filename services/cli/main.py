@@ -82,7 +82,7 @@ def serve(
     )
     plan = cluster.make_plan(router, roles, engine, transport)
     launch = cluster.launcher_by_name(launcher, len(roles), engine)
-    cluster.run_with_cluster(plan, launch, cluster.announce)
+    cluster.serve_until_stopped(plan, launch)
 
 
 @app.command()

@@ -14,6 +14,7 @@ import dataclasses
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -129,11 +130,22 @@ def run_with_cluster(plan: ClusterPlan, launch: Callable[[], Launcher], work: Wo
         return  # a signal from before the event loop took them over: nothing had started
 
 
-async def announce(addresses: Mapping[str, str]) -> None:
-    """Say that all is up, then stay."""
-    public = {name: addresses[name] for name in ("grpc", "http")}
-    print(ready_line(public), flush=True)
-    await asyncio.Event().wait()
+def serve_until_stopped(plan: ClusterPlan, launch: Callable[[], Launcher]) -> None:
+    """Keep a cluster up until a signal; stdout says once that it is.
+
+    Raises:
+        LaunchError: it could not start or be kept.
+    """
+    stdout = sys.stdout
+
+    async def announce(addresses: Mapping[str, str]) -> None:
+        public = {name: addresses[name] for name in ("grpc", "http")}
+        print(ready_line(public), file=stdout, flush=True)
+        await asyncio.Event().wait()
+
+    # Libraries print, Ray for one; stdout belongs to the one line.
+    with contextlib.redirect_stdout(sys.stderr):
+        run_with_cluster(plan, launch, announce)
 
 
 async def _run(plan: ClusterPlan, launcher: Launcher, work: Work) -> None:

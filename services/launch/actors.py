@@ -106,7 +106,10 @@ class ActorInstance:
         try:
             reason: str = await self._actor.watch.remote()
         except ray.exceptions.RayActorError as error:
-            return one_line(str(error).partition("The actor is dead because")[2] or str(error))
+            why = str(error).partition("The actor is dead because")[2] or str(error)
+            return one_line(why.partition(".")[0])  # the rest is general advice
+        except ray.exceptions.TaskCancelledError:
+            reason = "stopped"
         self.kill()  # its engine is of no use any more, and it holds the resources
         return reason
 
@@ -136,7 +139,7 @@ class RayLauncher:
         # machine is the person's choice, and an actor that can never be placed would hang.
         own: dict[str, Any] = {"include_dashboard": False, "num_cpus": num_workers * threads}
         try:
-            # Its logs would go to our stdout, which belongs to the ready line.
+            # The actors' own logs stay in Ray's log folder.
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **({} if address else own))
         except Exception as error:
             raise LaunchError(f"Ray does not start: {one_line(str(error))}") from error
