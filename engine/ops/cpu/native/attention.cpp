@@ -1,0 +1,264 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <utility>
+
+#include "attention_tile.h"
+
+namespace kvr {
+namespace {
+
+// Rows of one task: a head's chunk of keys and values stays in L2 while these pass it.
+constexpr int kTaskRows = 96;
+
+// Some rows of one sequence against some of its KV heads; tasks are independent.
+struct Task {
+  Segment rows;
+  int first_head, end_head;
+};
+
+// Decode rows take all heads at once, since a page's heads are neighbours in memory; prompts are
+// cut by head and by rows.
+std::vector<Task> cut_into_tasks(const KvrModel& model, const std::vector<Segment>& segments,
+                                 int threads) {
+  std::vector<Task> tasks;
+  const int group = model.num_heads / model.num_kv_heads;
+  const int tokens = std::max(1, kTaskRows / group);
+  const bool by_head = int(segments.size()) < 2 * threads && threads > 1;
+  for (const Segment& segment : segments) {
+    if (segment.num_rows == 1 && !by_head) {
+      tasks.push_back({segment, 0, model.num_kv_heads});
+      continue;
+    }
+    for (int head = 0; head < model.num_kv_heads; head++) {
+      for (int from = 0; from < segment.num_rows; from += tokens) {
+        Segment part = segment;
+        part.first_row += from;
+        part.start += from;
+        part.num_rows = std::min(tokens, segment.num_rows - from);
+        tasks.push_back({part, head, head + 1});
+      }
+    }
+  }
+  return tasks;
+}
+
+template <class Dot, size_t... r>
+constexpr auto attend_tiles(std::index_sequence<r...>) {
+  using Tile = void (*)(const Chunk&, const int32_t*, const int*, const RowStates&, float*);
+  return std::array<Tile, kTileRows>{{attend_tile<Dot, int(r) + 1>...}};
+}
+
+// Where attention reads the pages of one head: in place for dot16, from `room` for rows.
+class PageReader {
+ public:
+  // Lanes of a page's keys, and as many of its values.
+  template <class Dot>
+  static size_t page_lanes(int head_dim) {
+    return size_t(kPageTokens) * head_dim / Dot::kPerLane;
+  }
+
+  PageReader(const KvView& kv, const int32_t* block_table, int end, int32_t* room)
+      : kv_(kv), block_table_(block_table), end_(end), room_(room) {}
+
+  // keys[i] and values[i]: the page of `position`, ready to multiply. Values of tokens from the
+  // end on are zeroed in a copy: they are masked, but what lies there may be NaN.
+  void read(Bfloat16Dot, int position, int head, int, const int32_t** keys,
+            const int32_t** values) const {
+    peek(Bfloat16Dot(), position, head, keys, values);
+    const int valid = end_ - position, dim = kv_.head_dim;
+    if (valid >= kPageTokens) return;
+    int32_t* copy = room_;
+    std::memcpy(copy, *values, size_t((valid + 1) / 2) * dim * 4);
+    if (valid % 2 == 1) {
+      for (int d = 0; d < dim; d++) copy[valid / 2 * dim + d] &= 0xffff;
+    }
+    std::memset(copy + (valid + 1) / 2 * dim, 0, size_t(kPageTokens / 2 - (valid + 1) / 2) * dim * 4);
+    *values = copy;
+  }
+  void read(Float32Dot, int position, int head, int slot, const int32_t** keys,
+            const int32_t** values) const {
+    const int valid = std::min(kPageTokens, end_ - position), dim = kv_.head_dim;
+    float* to = reinterpret_cast<float*>(room_) + size_t(slot) * 2 * kPageTokens * dim;
+    float* value_to = to + size_t(kPageTokens) * dim;
+    std::memset(to, 0, size_t(2) * kPageTokens * dim * 4);
+    for (int t = 0; t < valid; t++) {
+      const float* row = kv_.key_row(block_table_, position + t, head);
+      for (int d = 0; d < dim; d++) to[d * kPageTokens + t] = row[d];
+      std::memcpy(value_to + t * dim, row + kv_.value_distance(), dim * sizeof(float));
+    }
+    *keys = reinterpret_cast<const int32_t*>(to);
+    *values = reinterpret_cast<const int32_t*>(value_to);
+  }
+
+  // As read, but only where the bytes are: for prefetching.
+  void peek(Bfloat16Dot, int position, int head, const int32_t** keys,
+            const int32_t** values) const {
+    const uint16_t* page = kv_.keys_dot16(block_table_, position, head);
+    *keys = reinterpret_cast<const int32_t*>(page);
+    *values = reinterpret_cast<const int32_t*>(page + kv_.page_elements());
+  }
+
+ private:
+  const KvView& kv_;
+  const int32_t* block_table_;
+  int end_;
+  int32_t* room_;
+};
+
+template <class Dot>
+void read_chunk(const PageReader& reader, int first, int end, int head, Chunk* chunk) {
+  chunk->first_position = first;
+  chunk->pages = std::min(kChunkPages, (end - first + kPageTokens - 1) / kPageTokens);
+  for (int i = 0; i < chunk->pages; i++) {
+    reader.read(Dot(), first + i * kPageTokens, head, i, &chunk->keys[i], &chunk->values[i]);
+  }
+}
+
+// Points the chunk's prefetches at the pages that are read after it: the next head's, or the first
+// head's of the next chunk. Without one, at its own.
+void look_ahead(Bfloat16Dot, const PageReader& reader, int end, int next_first, int next_head,
+                Chunk* chunk) {
+  for (int i = 0; i < chunk->pages; i++) {
+    const int position = next_first + i * kPageTokens;
+    if (position < end) {
+      reader.peek(Bfloat16Dot(), position, next_head, &chunk->next_keys[i],
+                  &chunk->next_values[i]);
+    } else {
+      chunk->next_keys[i] = chunk->keys[i];
+      chunk->next_values[i] = chunk->values[i];
+    }
+  }
+}
+void look_ahead(Float32Dot, const PageReader&, int, int, int, Chunk* chunk) {
+  std::copy(chunk->keys, chunk->keys + chunk->pages, chunk->next_keys);
+  std::copy(chunk->values, chunk->values + chunk->pages, chunk->next_values);
+}
+
+template <class Dot>
+class Attention {
+ public:
+  Attention(const KvrModel& model, const KvView& kv, const uint8_t* queries, int rows, float* out)
+      : model_(model),
+        kv_(kv),
+        queries_(reinterpret_cast<const int32_t*>(queries)),
+        rows_(rows),
+        group_(model.num_heads / model.num_kv_heads),
+        out_(out) {}
+
+  static size_t scratch_bytes(const KvrModel& model) {
+    const size_t rows = std::max(state_rows(model), size_t(kTileRows));
+    return Scratch::padded(rows * model.head_dim * 4) + 3 * Scratch::padded(rows * 4) +
+           Scratch::padded(kTileRows * kScoreStride * 4) +
+           Scratch::padded(kChunkPages * 2 * PageReader::page_lanes<Dot>(model.head_dim) * 4);
+  }
+
+  void run(const Task& task, Scratch& scratch) const {
+    scratch.reset(scratch_bytes(model_));
+    const size_t capacity = std::max(state_rows(model_), size_t(kTileRows));
+    RowStates states{scratch.take<float>(capacity), scratch.take<float>(capacity),
+                     scratch.take<float>(capacity * model_.head_dim)};
+    int* visible_until = scratch.take<int>(capacity);
+    float* scores = scratch.take<float>(kTileRows * kScoreStride);
+    int32_t* room = scratch.take<int32_t>(kChunkPages * 2 *
+                                          PageReader::page_lanes<Dot>(model_.head_dim));
+    const int rows = task.rows.num_rows * group_, heads = task.end_head - task.first_head;
+    const int end = task.rows.start + task.rows.num_rows;
+    std::fill_n(states.peaks, rows * heads, kMasked);
+    std::fill_n(states.sums, rows * heads, 0.0f);
+    std::fill_n(states.outputs, size_t(rows) * heads * model_.head_dim, 0.0f);
+    for (int r = 0; r < rows; r++) visible_until[r] = task.rows.start + r / group_ + 1;
+
+    const PageReader reader(kv_, task.rows.block_table, end, room);
+    for (int first = 0; first < end; first += kChunkTokens) {
+      for (int head = task.first_head; head < task.end_head; head++) {
+        Chunk chunk;
+        chunk.head_dim = model_.head_dim;
+        read_chunk<Dot>(reader, first, end, head, &chunk);
+        const bool last_head = head + 1 == task.end_head;
+        look_ahead(Dot(), reader, end, last_head ? first + kChunkTokens : first,
+                   last_head ? task.first_head : head + 1, &chunk);
+        const int at = (head - task.first_head) * rows;
+        attend_chunk(task, chunk, head, rows, visible_until,
+                     {states.peaks + at, states.sums + at,
+                      states.outputs + size_t(at) * model_.head_dim},
+                     scores);
+      }
+    }
+    write_out(task, rows, states);
+  }
+
+ private:
+  static size_t state_rows(const KvrModel& model) {
+    return size_t(std::max(model.num_heads, std::max(kTaskRows, model.num_heads /
+                                                                    model.num_kv_heads)));
+  }
+
+  void attend_chunk(const Task& task, const Chunk& chunk, int head, int rows,
+                    const int* visible_until, const RowStates& states, float* scores) const {
+    static constexpr auto tiles = attend_tiles<Dot>(std::make_index_sequence<kTileRows>());
+    const int lanes = model_.head_dim / Dot::kPerLane;
+    const int32_t* queries =
+        queries_ + (size_t(head) * rows_ + task.rows.first_row) * group_ * lanes;
+    const int parts = (rows + kTileRows - 1) / kTileRows;
+    for (int part = 0, row = 0; part < parts; part++) {
+      const int count = rows / parts + (part < rows % parts ? 1 : 0);
+      if (visible_until[row + count - 1] > chunk.first_position) {
+        tiles[count - 1](chunk, queries + size_t(row) * lanes, visible_until + row,
+                         {states.peaks + row, states.sums + row,
+                          states.outputs + size_t(row) * model_.head_dim},
+                         scores);
+      }
+      row += count;
+    }
+  }
+
+  void write_out(const Task& task, int rows, const RowStates& states) const {
+    const int dim = model_.head_dim;
+    for (int head = task.first_head; head < task.end_head; head++) {
+      for (int r = 0; r < rows; r++) {
+        const size_t at = size_t(head - task.first_head) * rows + r;
+        const size_t row = size_t(task.rows.first_row) + r / group_;
+        float* to = out_ + (row * model_.num_heads + head * group_ + r % group_) * dim;
+        const Floats inverse = splat(1.0f / states.sums[at]);
+        for (int d = 0; d < dim; d += kLanes) {
+          store(to + d, load(states.outputs + at * dim + d) * inverse);
+        }
+      }
+    }
+  }
+
+  const KvrModel& model_;
+  const KvView& kv_;
+  const int32_t* queries_;
+  int rows_, group_;
+  float* out_;
+};
+
+template <class Dot>
+void attend_with(Pool& pool, std::vector<Scratch>& worker_scratch, const KvrModel& model,
+                 const KvView& kv, const std::vector<Task>& tasks, const uint8_t* queries,
+                 int rows, float* out) {
+  const Attention<Dot> attention(model, kv, queries, rows, out);
+  pool.run(int(tasks.size()), 1, [&](int first, int last, int worker) {
+    for (int i = first; i < last; i++) attention.run(tasks[i], worker_scratch[worker]);
+  });
+}
+
+}  // namespace
+
+void attend(Pool& pool, std::vector<Scratch>& worker_scratch, const KvrModel& model,
+            const KvrCache& cache, int layer, const std::vector<Segment>& segments,
+            const uint8_t* queries, int rows, float* out) {
+  const KvView kv(model, cache, layer);
+  const std::vector<Task> tasks = cut_into_tasks(model, segments, pool.threads());
+  if (cache.kind == KVR_FLOAT32) {
+    attend_with<Float32Dot>(pool, worker_scratch, model, kv, tasks, queries, rows, out);
+  } else {
+    attend_with<Bfloat16Dot>(pool, worker_scratch, model, kv, tasks, queries, rows, out);
+  }
+}
+
+}  // namespace kvr

@@ -1,0 +1,70 @@
+// The order of KV inside a region, and writing one token into it.
+//
+// A page is 16 tokens; a block is one or more pages. Attention multiplies pages as they lie:
+// queries by keys over lanes of head_dim, probabilities by values over lanes of tokens.
+//   bfloat16, order "dot16": region [pages][kv_heads] of
+//       keys   [head_dim / 2][16 tokens][2]    a lane is two neighbours of one token's key
+//       values [8][head_dim][2]                a lane is two neighbouring tokens' value
+//   float32, order "rows": region [2][block_size][kv_heads][head_dim]; attention gathers a page
+//       into the same shape with one element a lane: keys [head_dim][16], values [16][head_dim].
+#pragma once
+
+#include "abi.h"
+#include "panels.h"
+
+namespace kvr {
+
+constexpr int kPageTokens = 16;
+
+// One layer of the cache.
+struct KvView {
+  uint8_t* base;
+  size_t region_bytes;
+  int block_size, kv_heads, head_dim;
+
+  KvView(const KvrModel& model, const KvrCache& cache, int layer)
+      : base(cache.layers[layer]),
+        region_bytes(size_t(cache.region_bytes)),
+        block_size(cache.block_size),
+        kv_heads(model.num_kv_heads),
+        head_dim(model.head_dim) {}
+
+  uint8_t* region(const int32_t* block_table, int position) const {
+    return base + size_t(block_table[position / block_size]) * region_bytes;
+  }
+  // dot16: the keys of one head in the page that holds `position`; its values follow them.
+  uint16_t* keys_dot16(const int32_t* block_table, int position, int head) const {
+    const int page = position % block_size / kPageTokens;
+    return reinterpret_cast<uint16_t*>(region(block_table, position)) +
+           size_t(page * kv_heads + head) * 2 * page_elements();
+  }
+  // rows: the key of one token and head; its value is `value_distance` elements further.
+  float* key_row(const int32_t* block_table, int position, int head) const {
+    return reinterpret_cast<float*>(region(block_table, position)) +
+           (size_t(position % block_size) * kv_heads + head) * head_dim;
+  }
+  size_t value_distance() const { return size_t(block_size) * kv_heads * head_dim; }
+  size_t page_elements() const { return size_t(kPageTokens) * head_dim; }
+};
+
+inline void write_kv(const KvView& kv, Bfloat16Dot, const int32_t* block_table, int position,
+                     int head, const float* key, const float* value) {
+  const int token = position % kPageTokens;
+  uint16_t* keys = kv.keys_dot16(block_table, position, head);
+  uint16_t* values = keys + kv.page_elements() + size_t(token / 2) * kv.head_dim * 2 + token % 2;
+  for (int d = 0; d < kv.head_dim; d += 2) {
+    uint16_t* pair = keys + (size_t(d / 2) * kPageTokens + token) * 2;
+    pair[0] = to_bf16(key[d]);
+    pair[1] = to_bf16(key[d + 1]);
+  }
+  for (int d = 0; d < kv.head_dim; d++) values[d * 2] = to_bf16(value[d]);
+}
+
+inline void write_kv(const KvView& kv, Float32Dot, const int32_t* block_table, int position,
+                     int head, const float* key, const float* value) {
+  float* row = kv.key_row(block_table, position, head);
+  std::memcpy(row, key, kv.head_dim * sizeof(float));
+  std::memcpy(row + kv.value_distance(), value, kv.head_dim * sizeof(float));
+}
+
+}  // namespace kvr
