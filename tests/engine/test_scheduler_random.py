@@ -1,0 +1,128 @@
+"""Random arrivals, sizes, aborts, handoffs and failures: the scheduler keeps every promise.
+
+Checked on the way: budgets, decode first, chunk ends, no block owned twice. Checked at the end:
+every answer equals the undisturbed one, everybody came to an end, nothing is held.
+"""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from engine.errors import CapacityError
+from engine.request import FinishReason, Purpose, Request, SamplingParams
+from tests.engine.scheduler_simulation import MAX_CONTEXT, Chances, Simulation
+
+# Prompts with common beginnings, so that blocks are shared, and lengths at the edges of blocks.
+TEMPLATES = [
+    tuple(range(MAX_CONTEXT)),
+    tuple(range(32)) + tuple(range(300, 420)),
+    tuple(range(48)) + tuple(range(500, 620)),
+]
+LENGTHS = [1, 5, 15, 16, 17, 31, 32, 33, 40, 48, 49, 64, 65, 90]
+PURPOSES = {
+    "decode instance": [Purpose.TARGET, Purpose.TARGET, Purpose.LOCAL],
+    "prefill instance": [Purpose.SOURCE],
+    "colocated": [Purpose.LOCAL],
+    "everything": list(Purpose),
+}
+
+worlds = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**32 - 1),
+        "num_blocks": st.sampled_from([12, 7, 20, 40]),
+        "block_size": st.sampled_from([16, 16, 32]),
+        "watermark": st.integers(0, 2),
+        "config": st.builds(
+            EngineConfig,
+            token_budget=st.sampled_from([40, 64, 256]),
+            max_decode_sequences=st.sampled_from([1, 3, 8]),
+        ),
+    }
+)
+
+
+def random_request(rng: random.Random, number: int) -> Request:
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=rng.choice([1, 2, 8, 30, 100]),
+        stop_token_ids=(ord("z"),) if rng.random() < 0.2 else (),
+        ignore_eos=rng.random() < 0.6,
+    )
+    prompt = rng.choice(TEMPLATES)[: rng.choice(LENGTHS)]
+    return Request(f"r{number}", prompt, sampling, rng.randint(-1, 1), rng.choice(["", "", "a"]))
+
+
+def submit_some(simulation: Simulation, count: int, purposes: list[Purpose]) -> None:
+    rng = simulation.rng
+    for _ in range(count):
+        request = random_request(rng, len(simulation.jobs))
+        limit_tokens = simulation.scheduler.max_sequence_tokens
+        if len(request.prompt_token_ids) < limit_tokens:
+            simulation.submit(request, rng.choice(purposes))
+        else:
+            with pytest.raises(CapacityError, match=str(limit_tokens)):
+                simulation.submit(request, Purpose.LOCAL)
+            del simulation.jobs[request.request_id]
+
+
+def live_through(simulation: Simulation, purposes: list[Purpose], num_requests: int) -> None:
+    rng = simulation.rng
+    while len(simulation.jobs) < num_requests:
+        submit_some(simulation, rng.choice([0, 0, 1, 3]), purposes)
+        simulation.step(rng.choice([1, 16, 40, 1000]))
+    # Nobody disturbs any more: what is left comes to its end in a bounded number of steps.
+    calm = Chances(abort=0, lose_row=0, fail_row=0, crash=0)
+    simulation.chances = calm
+    todo = sum(
+        len(job.request.prompt_token_ids) + job.request.sampling.max_tokens
+        for job in simulation.live()
+    )
+    deadline = simulation.num_steps + 3 * todo + 100
+    while simulation.live():
+        assert simulation.num_steps < deadline, "somebody starves"
+        simulation.step(rng.choice([1, 16, 40, 1000]))
+    for job in simulation.jobs.values():
+        if job.purpose is not Purpose.SOURCE:
+            simulation.check_answer(job)
+    simulation.check_over()
+
+
+@pytest.mark.parametrize("role", PURPOSES)
+@settings(max_examples=25, deadline=None)
+@given(world=worlds)
+def test_disturbed_work_ends_as_if_undisturbed(role: str, world: dict[str, object]) -> None:
+    live_through(Simulation(**world), PURPOSES[role], num_requests=12)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", PURPOSES)
+@settings(max_examples=300, deadline=None)
+@given(world=worlds)
+def test_disturbed_work_ends_as_if_undisturbed_at_length(
+    role: str, world: dict[str, object]
+) -> None:
+    live_through(Simulation(**world), PURPOSES[role], num_requests=25)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_preempted_work_always_ends(seed: int) -> None:
+    """Twelve answers of 60 tokens in blocks for three: nobody is aborted, all are exact."""
+    config = EngineConfig(token_budget=64, max_decode_sequences=8)
+    simulation = Simulation(seed, num_blocks=14, block_size=16, watermark=0, config=config)
+    simulation.chances = Chances(abort=0, lose_row=0, fail_row=0, crash=0)
+    sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    for number in range(12):
+        prompt = TEMPLATES[number % 3][: 10 + number]
+        purpose = Purpose.TARGET if number % 2 else Purpose.LOCAL
+        simulation.submit(Request(f"r{number}", prompt, sampling), purpose)
+    while simulation.live():
+        assert simulation.num_steps < 1500
+        simulation.step(64)
+    assert simulation.scheduler.stats().num_preemptions > 5
+    for job in simulation.jobs.values():
+        assert job.ended is FinishReason.LENGTH and len(job.output) == 60
+        simulation.check_answer(job)
+    simulation.check_over()
