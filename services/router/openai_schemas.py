@@ -227,6 +227,7 @@ _EXPECTED = {
     "prompt": "must be a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "must be a string or a list of strings",
     "content": "must be a text or a list of parts",
+    "messages": "must be a list of messages",
 }
 
 
@@ -252,7 +253,7 @@ def _explained(error: pydantic.ValidationError) -> InvalidArgument:
     for step in first["loc"]:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif expected := _EXPECTED.get(step):
+        elif (expected := _EXPECTED.get(step)) and not _goes_deeper(step, first["loc"]):
             missing = first["type"] == "missing"
             name = f"{path}.{step}" if path else step
             return InvalidArgument(name, "is missing" if missing else expected)
@@ -260,6 +261,11 @@ def _explained(error: pydantic.ValidationError) -> InvalidArgument:
             path += f".{step}" if path else step
     reason = "is missing" if first["type"] == "missing" else first["msg"].lower()
     return InvalidArgument(path, reason)
+
+
+def _goes_deeper(step: str, loc: tuple[int | str, ...]) -> bool:
+    """The error is about a part of a chat, not about all of it."""
+    return step == "messages" and loc[-1] != "messages"
 
 
 def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:

@@ -29,6 +29,7 @@ from services.runtime.lifecycle import Component
 TOKEN_VARIABLE = "KVRELAY_CLUSTER_TOKEN"
 TOKEN_KEY = "kvrelay-token"
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
+OUR_METHODS = "/kvrelay.v1."
 
 PUBLIC_MESSAGE_BYTES = 8 * 1024 * 1024
 """Largest message a client may send."""
@@ -155,7 +156,10 @@ class _Malformed:
 
 
 class ParseInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """A message that cannot be parsed is the client's fault; gRPC itself would call it INTERNAL."""
+    """A message that cannot be parsed is the client's fault; gRPC itself would call it INTERNAL.
+
+    For our own public methods: one message in, and streams out are generators.
+    """
 
     async def intercept_service(
         self,
@@ -163,8 +167,9 @@ class ParseInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+        if handler is None or not handler_call_details.method.startswith(OUR_METHODS):
             return handler
+        assert not handler.request_streaming
         parse, kind = handler.request_deserializer, handler_call_details.method
 
         def forgiving(data: bytes) -> Any:
