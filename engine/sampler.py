@@ -18,7 +18,7 @@ Filters apply in the order temperature, top_k, top_p.
 Knows nothing of sequences or plans. Called by the runner.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ from engine.request import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-# Candidates that top_k and top_p look at first; a flatter distribution looks at all.
-_NARROW = 1024
+# How many candidates top_k and top_p look at; a distribution too flat for one goes to the next,
+# and in the end to the whole vocabulary.
+_WIDTHS = (256, 4096)
 # Rows whose noise is made at once: their temporaries stay in the processor's cache.
 _NOISE_ROWS = 4
 
@@ -55,29 +56,39 @@ def sample(
 
 def _draw(
     logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int], rows: list[int]
-) -> list[tuple[int, int]]:
+) -> Iterator[tuple[int, int]]:
+    """(row, token) of the rows that are not greedy."""
     vocab_size = logits.shape[1]
     filtered = [r for r in rows if 0 < sampling[r].top_k < vocab_size or sampling[r].top_p < 1]
     unfiltered = sorted(set(rows) - set(filtered))
-    drawn: list[tuple[int, int]] = []
     for first in range(0, len(unfiltered), _NOISE_ROWS):
         some = unfiltered[first : first + _NOISE_ROWS]
         ids = torch.arange(vocab_size, dtype=torch.int32).expand(len(some), -1)
         scores = _scaled(logits[some], some, sampling) + _noise(ids, some, sampling, positions)
-        drawn += zip(some, scores.argmax(-1).tolist(), strict=True)
-    for width in (min(_NARROW, vocab_size), vocab_size):
-        if not filtered:
-            break
-        values, ids = logits[filtered].topk(width)
-        kept, complete = _filter(logits[filtered], values, filtered, sampling)
-        scores = _scaled(values, filtered, sampling)
-        scores += _noise(ids.to(torch.int32), filtered, sampling, positions)
-        winner = scores.masked_fill(~kept, float("-inf")).argmax(-1, keepdim=True)
-        chosen = zip(filtered, ids.gather(1, winner).flatten().tolist(), complete, strict=True)
-        outcome = list(chosen)
-        drawn += [(row, token) for row, token, done in outcome if done]
-        filtered = [row for row, _, done in outcome if not done]
-    return drawn
+        yield from zip(some, scores.argmax(-1).tolist(), strict=True)
+    for width in dict.fromkeys(min(width, vocab_size) for width in (*_WIDTHS, vocab_size)):
+        if filtered:
+            drawn = _draw_filtered(logits[filtered], sampling, positions, filtered, width)
+            outcome = list(zip(filtered, drawn, strict=True))
+            yield from ((row, token) for row, token in outcome if token is not None)
+            filtered = [row for row, token in outcome if token is None]
+
+
+def _draw_filtered(
+    logits: Tensor,
+    sampling: Sequence[SamplingParams],
+    positions: Sequence[int],
+    rows: list[int],
+    width: int,
+) -> list[int | None]:
+    """A token of each row's kept ones; None where more than ``width`` may have to be kept."""
+    values, ids = logits.topk(width)
+    kept, complete = _filter(logits, values, rows, sampling)
+    scores = _scaled(values, rows, sampling)
+    scores += _noise(ids.to(torch.int32), rows, sampling, positions)
+    winner = scores.masked_fill(~kept, float("-inf")).argmax(-1, keepdim=True)
+    tokens = ids.gather(1, winner).flatten().tolist()
+    return [token if done else None for token, done in zip(tokens, complete, strict=True)]
 
 
 def _filter(
