@@ -17,10 +17,8 @@ from services.launch.processes import LocalLauncher
 from services.runtime.settings import RouterConfig
 
 PROMPT = (
-    "In a relay race, four runners share one distance. Each runs a part of it and hands a baton "
-    "to the next one inside a marked zone. The next runner starts before the baton arrives, so "
-    "that both run at full speed when it changes hands. Why is a relay team faster than the sum "
-    "of its four runners? Answer in three sentences."
+    "Explain in a few sentences what a relay race is, how the runners hand over the baton, "
+    "and why the next runner starts to run before the baton arrives."
 )
 MAX_TOKENS = 128
 
