@@ -275,8 +275,10 @@ class Scheduler:
         A row in ``failures`` ends its sequence. A row that should have sampled and has neither
         a token nor a failure was thrown away: it is planned again.
         """
-        if plan.sequences and plan.step != self._num_steps:
-            raise IllegalTransition(f"step {plan.step} applied after step {self._num_steps}")
+        if not plan.sequences:
+            return []
+        if not self._in_flight or plan.step != self._num_steps:
+            raise IllegalTransition(f"step {plan.step} is not in flight")
         in_flight, self._in_flight = self._in_flight, {}
         events: list[EngineEvent] = []
         for row in plan.sequences:
