@@ -23,7 +23,13 @@ from protos import worker_pb2 as wire
 from services.router.link import Event, Link
 from services.router.request_table import RequestEvent, RequestRecord, RequestState
 from services.router.timeline import Marks
-from services.runtime.errors import DeadlineExceeded, ServiceError, from_code
+from services.runtime.errors import (
+    Aborted,
+    DeadlineExceeded,
+    ServiceError,
+    Unavailable,
+    from_code,
+)
 from services.runtime.work import work_request_message
 
 HANDOFF_ID_BYTES = 16
@@ -145,7 +151,7 @@ class Attempt:
                     self._record.advance(RequestEvent.JOIN)
             case "failed":
                 self._end_leg(leg)
-                self._fail(leg, from_code(event.failed.code, event.failed.message))
+                self._fail(leg, _leg_error(event.failed))
 
     def _follow_decode(self, event: wire.DecodeEvent) -> public.Tokens | None:
         match event.WhichOneof("event"):
@@ -158,7 +164,7 @@ class Attempt:
                 self._marks.decode_finished = event.finished
             case "failed":
                 self._end_leg(self._decode)
-                raise from_code(event.failed.code, event.failed.message)
+                raise _leg_error(event.failed)
         return None
 
     def _note_tokens(self) -> None:
@@ -187,3 +193,11 @@ class Attempt:
                         self._follow_prefill(leg, event)
         except (TimeoutError, ServiceError):
             return  # no report, or one of a failure that came too late to matter
+
+
+def _leg_error(failed: wire.WorkFailed) -> ServiceError:
+    """Why a leg failed. Only the client's own end may be called an abort or its deadline."""
+    error = from_code(failed.code, failed.message)
+    if isinstance(error, (Aborted, DeadlineExceeded)):
+        return Unavailable(failed.message)
+    return error

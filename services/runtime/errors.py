@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import grpc
 
 from engine import errors as engine_errors
+from kvtransfer import errors as kv_errors
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,8 @@ _FOREIGN: tuple[tuple[type[BaseException], type[ServiceError]], ...] = (
     (engine_errors.ModelNotFound, NotFound),
     (engine_errors.ModelError, FailedPrecondition),
     (engine_errors.IllegalTransition, Internal),
+    (kv_errors.IllegalTransition, Internal),
+    (kv_errors.KvTransferError, Unavailable),
     (TimeoutError, DeadlineExceeded),
     (ConnectionError, Unavailable),
 )

@@ -109,6 +109,16 @@ async def test_a_decode_failure_cancels_prefill(start_router: StartRouter) -> No
     await eventually(lambda: prefill.aborts and not prefill.running, within_s=0.5)
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED])
+async def test_a_leg_that_gave_up_is_not_the_clients_own_end(
+    start_router: StartRouter, code: grpc.StatusCode
+) -> None:
+    failure = wire.WorkFailed(code=code.value[0], message="gave it up")
+    cluster = await start_router(decode=1, script=Script(fail_after=1, failure=failure))
+    error = await _failure(cluster.stub.Generate(generate_request(), timeout=10))
+    assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "gave it up")
+
+
 async def test_an_answer_that_ends_at_its_first_token_stops_prefill(
     start_router: StartRouter,
 ) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from engine.errors import CapacityError, CorruptModel, IllegalTransition, InvalidRequest
 from engine.errors import ModelNotFound as EngineModelNotFound
+from kvtransfer.errors import HandoffCancelled, LinkLost
+from kvtransfer.errors import IllegalTransition as KvIllegalTransition
 from services.runtime import errors as e
 
 
@@ -44,6 +46,9 @@ def test_a_code_we_never_send_is_internal() -> None:
         (EngineModelNotFound("no file x"), e.NotFound, "no file x"),
         (CorruptModel("x ends early"), e.FailedPrecondition, "x ends early"),
         (IllegalTransition("PICK in DONE"), e.Internal, "PICK in DONE"),
+        (HandoffCancelled("given up"), e.Unavailable, "given up"),
+        (LinkLost("the target is gone"), e.Unavailable, "the target is gone"),
+        (KvIllegalTransition("SENT in LANDED"), e.Internal, "SENT in LANDED"),
         (TimeoutError(), e.DeadlineExceeded, "TimeoutError"),
         (ConnectionResetError("gone"), e.Unavailable, "gone"),
         (e.Aborted("left"), e.Aborted, "left"),
