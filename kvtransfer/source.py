@@ -161,6 +161,10 @@ class SourceHandoff:
             await peer.link.send_data(encode_data(self.handoff_id, span, views), read_ended)
         except LinkLost as error:
             self._source.lose_peer(peer, str(error))
+        except Exception:
+            reason = "the source could not read its own blocks"
+            logger.exception("handoff %s: %s", self.handoff_id.hex(), reason)
+            self.cancel(reason)
         finally:
             read_ended()
             self._busy.add(begin_s, self._source.clock())

@@ -288,8 +288,8 @@ class KvTarget:
             self._num_bytes += offset
         except Exception:
             reason = "the target could not write its own blocks"
+            logger.exception("handoff %s: %s", handoff_id.hex(), reason)
             self.act(self.machine.damaged(session.key, handoff_id, reason, now))
-            raise
         finally:
             self.act(self.machine.end_write(handoff_id, now))
 

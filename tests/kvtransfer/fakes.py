@@ -2,11 +2,12 @@
 
 import os
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.source import KvSource
+from kvtransfer.source import KvSource, SourceHandoff
 from kvtransfer.target import KvTarget
 from kvtransfer.transports.interface import Connect
 from kvtransfer.transports.loopback import Faults, LoopbackNetwork
@@ -67,24 +68,37 @@ class Pair:
         assert self.target.stats().handoffs_active == 0
 
 
-def make_source(memory: FakeMemory, connect: Connect, instance_id: str = "source-a") -> KvSource:
-    return KvSource(instance_id, "digest", memory.layout, memory, connect)
+Clock = Callable[[], float]
 
 
-def make_target(memory: FakeMemory, instance_id: str = "target-a") -> KvTarget:
-    return KvTarget(instance_id, "digest", memory.layout, memory)
+def make_source(
+    memory: FakeMemory,
+    connect: Connect,
+    instance_id: str = "source-a",
+    digest: str = "digest",
+    clock: Clock = time.monotonic,
+) -> KvSource:
+    return KvSource(instance_id, digest, memory.layout, memory, connect, clock)
 
 
-def make_pair(faults: Faults | None = None, layout: KvLayout = LAYOUT) -> Pair:
+def make_target(
+    memory: FakeMemory, instance_id: str = "target-a", clock: Clock = time.monotonic
+) -> KvTarget:
+    return KvTarget(instance_id, "digest", memory.layout, memory, clock)
+
+
+def make_pair(
+    faults: Faults | None = None, layout: KvLayout = LAYOUT, clock: Clock = time.monotonic
+) -> Pair:
     source_memory, target_memory = FakeMemory(layout), FakeMemory(layout)
     source_memory.fill()
     network = LoopbackNetwork(faults)
-    source = make_source(source_memory, network.connect)
-    target = make_target(target_memory)
+    source = make_source(source_memory, network.connect, clock=clock)
+    target = make_target(target_memory, clock=clock)
     network.targets[ADDRESS] = target
     return Pair(source, target, source_memory, target_memory, network)
 
 
-def mark_all(handoff: object, layout: KvLayout, num_tokens: int) -> None:
+def mark_all(handoff: SourceHandoff, layout: KvLayout, num_tokens: int) -> None:
     for layer in range(layout.num_layers):
-        handoff.layer_ready(layer, num_tokens)  # type: ignore[attr-defined]
+        handoff.layer_ready(layer, num_tokens)
