@@ -42,7 +42,11 @@ class EngineConfig:
     device: str = "auto"
     """Where to compute: auto, cpu or cuda."""
     dtype: str = "auto"
-    """Compute and KV type: auto, float32 or bfloat16. auto: bfloat16 where the CPU multiplies it."""
+    """KV and compute type: auto, float32 or bfloat16. auto: what the weights go with."""
+    weights: str = "auto"
+    """Numeric recipe of the weights: auto, float32, bf16, int8 or file (the GGUF's own blocks)."""
+    kernels: str = "auto"
+    """What computes: auto (native where it can) or torch."""
     block_size: int = 16
     """Tokens in a KV block."""
     kv_cache_bytes: int = 0

@@ -60,7 +60,13 @@ class EngineLoad:
 class EngineListener(Protocol):
     """Hears of everything on the step thread; must be quick and must not raise."""
 
-    def layer_written(self, plan: StepPlan, layer: int) -> None: ...
+    def wants_layers(self, plan: StepPlan) -> bool:
+        """Whether anybody waits for single layers of this step; telling them costs time."""
+        ...
+
+    def layer_written(self, plan: StepPlan, layer: int) -> None:
+        """In order, each layer once; from the step thread or one that the runner has."""
+        ...
 
     def stepped(self, events: list[EngineEvent], record: StepRecord | None) -> None: ...
 
@@ -197,7 +203,8 @@ class Engine:
 
         started_s = self._clock()
         try:
-            result = self._runner.run(plan, on_layer)
+            wanted = self._listener.wants_layers(plan)
+            result = self._runner.run(plan, on_layer if wanted else None)
         except Exception as error:
             self._give_up(plan, error)
             return

@@ -1,4 +1,4 @@
-"""The words of the engine: what a client asked, and the life of a sequence. No behaviour but the table.
+"""The words of the engine: what a client asked, and the life of a sequence. Only its table acts.
 
 Written by the worker's services, read by the scheduler, the runner and the sampler.
 """
@@ -143,5 +143,6 @@ class Sequence:
         """
         after = SEQUENCE_TABLE[self.state].get(event)
         if after is None:
-            raise IllegalTransition(f"sequence {self.request_id}: {event.name} in {self.state.name}")
+            where = f"{event.name} in {self.state.name}"
+            raise IllegalTransition(f"sequence {self.request_id}: {where}")
         self.state = after

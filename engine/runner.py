@@ -17,11 +17,9 @@ from engine.config import EngineConfig, ModelConfig
 from engine.errors import CapacityError, ModelError
 from engine.kv.cache import PagedKvCache, num_blocks_for
 from engine.loaders.files import ModelFiles
-from engine.models.interface import Model
-from engine.models.llama import Llama
-from engine.ops.batch import make_batch
-from engine.ops.torch_cpu import TorchCpuOps
+from engine.models.choose import build, choose
 from engine.plan import StepPlan, StepResult
+from engine.recipe import Recipe
 from engine.sampler import sample
 from kvtransfer.layout import KvLayout
 
@@ -39,18 +37,18 @@ class Runner:
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         device = resolve_device(config.device)
+        choice = choose(config, files)
         self.model_config = files.config
-        self.dtype = resolve_dtype(config.dtype)
-        self.layout = files.config.kv_layout(self.dtype, config.block_size)
+        self.recipe = choice.recipe
+        self.layout = choice.layout
         kv_cache_bytes = config.kv_cache_bytes or default_kv_cache_bytes()
         self.num_blocks = num_blocks_for(kv_cache_bytes, self.layout)
         self.max_context = resolve_max_context(config, files.config, self.num_blocks)
-        self.model_digest = model_digest(files.identity, self.dtype, self.layout)
+        self.model_digest = model_digest(files.identity, self.recipe, self.layout)
         self.cache = PagedKvCache(self.layout, self.num_blocks, device)
         self._threads = config.threads
         torch.set_num_threads(config.threads)
-        with torch.inference_mode():
-            self._model: Model = Llama(files.config, files, TorchCpuOps(), self.dtype)
+        self._model = build(choice, config, files, self.max_context)
 
     def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepResult:
         """One forward over the plan's sequences (at least one)."""
@@ -58,16 +56,11 @@ class Runner:
         torch.set_num_threads(self._threads)
         sampling = [sequence for sequence in plan.sequences if sequence.samples]
         with torch.inference_mode():
-            batch = make_batch(plan.sequences, self.layout.block_size)
-            logits = self._model.forward(batch, self.cache, on_layer or _ignore)
+            logits = self._model.step(plan.sequences, self.cache, on_layer)
             tokens = sample(logits, [s.sampling for s in sampling], [s.end for s in sampling])
         sampled = {s.request_id: t for s, t in zip(sampling, tokens, strict=True) if t is not None}
         failures = {s.request_id: NOT_FINITE for s in sampling if s.request_id not in sampled}
         return StepResult(sampled, failures)
-
-
-def _ignore(layer: int) -> None:
-    """Nobody listens for layers."""
 
 
 def resolve_device(device: str) -> str:
@@ -81,28 +74,6 @@ def resolve_device(device: str) -> str:
     if device == "cuda":
         raise ModelError("device cuda: this build computes on the CPU only; use --device cpu")
     raise ModelError(f"device {device}: unknown; use auto or cpu")
-
-
-def resolve_dtype(dtype: str) -> str:
-    """``auto`` is bfloat16 where the processor multiplies it, else float32.
-
-    Raises:
-        ModelError: a dtype that is not computed in.
-    """
-    if dtype == "auto":
-        return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
-    if dtype in ("float32", "bfloat16"):
-        return dtype
-    raise ModelError(f"dtype {dtype}: unknown; use auto, float32 or bfloat16")
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether the processor has AVX-512 BF16, AMX BF16 or the Arm equivalent, and torch uses it."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def default_kv_cache_bytes() -> int:
@@ -136,11 +107,11 @@ def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: in
     return config.max_context
 
 
-def model_digest(identity: str, dtype: str, layout: KvLayout) -> str:
+def model_digest(identity: str, numbers: Recipe, layout: KvLayout) -> str:
     """sha256 over the files and the numeric recipe: what must agree for KV to mean the same.
 
     Block size and order are not part of it: KV can be repacked, values cannot be recomputed.
     """
-    recipe = asdict(layout) | {"files": identity, "weights": dtype, "compute": dtype}
+    recipe = asdict(layout) | {"files": identity, **asdict(numbers)}
     del recipe["block_size"], recipe["order"]
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()

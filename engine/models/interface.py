@@ -1,7 +1,7 @@
 """What the runner asks of a model, and what a model asks of its files.
 
-The seam for other backends: whoever can run ``forward`` over one batch (a native library over
-weights it packed itself, say) is a model. Knows nothing of plans, sampling or schedules.
+``StepModel`` is the seam for backends: torch over tensors (``on_torch``), native kernels in one
+call a step (``on_native``). Knows nothing of sampling or schedules.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,31 @@ from torch import Tensor
 
 from engine.kv.cache import PagedKvCache
 from engine.ops.batch import Batch
+from engine.plan import ScheduledSequence
 
 OnLayer = Callable[[int], None]
 """Called with i when layer i's K and V of every row of the batch are in the cache."""
+
+
+class StepModel(Protocol):
+    """A model with its weights packed, as the runner drives it."""
+
+    def step(
+        self,
+        sequences: tuple[ScheduledSequence, ...],
+        cache: PagedKvCache,
+        on_layer: OnLayer | None,
+    ) -> Tensor:
+        """Write the KV of all scheduled tokens, layer by layer.
+
+        Args:
+            on_layer: called in order, each layer once, before this returns; from any thread.
+
+        Returns:
+            Logits of the last row of every sequence that samples: float32
+            ``[samples, vocab_size]``, in the plan's order.
+        """
+        ...
 
 
 class Weights(Protocol):
@@ -23,7 +45,7 @@ class Weights(Protocol):
 
 
 class Model(Protocol):
-    """A decoder with its weights packed."""
+    """A decoder in torch, over the rows of one batch."""
 
     def forward(self, batch: Batch, cache: PagedKvCache, on_layer: OnLayer) -> Tensor:
         """Write the batch's KV, layer by layer.

@@ -2,8 +2,8 @@
 
 The engine tells everything on its step thread, one list a step; one wake-up of the event loop
 hands the list on, each event to the subscriber of its request. Layers are the exception: they
-are told on the step thread itself, because the sender must hear of a layer while the next one
-computes.
+are told where they are noticed, off the loop, because the sender must hear of a layer while the
+next one computes.
 
 Knows nothing of handoffs, of text or of the wire. Used by the prefill and the decode service.
 """
@@ -16,7 +16,7 @@ from engine.plan import EngineEvent, StepPlan
 
 EventHandler = Callable[[EngineEvent], None]
 LayerHandler = Callable[[int, int], None]
-"""Called on the step thread with (layer, num_tokens): KV of tokens below is in the cache."""
+"""Called off the loop with (layer, num_tokens): KV of tokens below is in the cache."""
 
 
 class EnginePort:
@@ -53,11 +53,12 @@ class EnginePort:
         """Until the next step or release."""
         await self._moved.wait()
 
-    # ---- EngineListener, on the step thread ------------------------------------------------
+    # ---- EngineListener, off the loop -------------------------------------------------------
+
+    def wants_layers(self, plan: StepPlan) -> bool:
+        return any(s.request_id in self._layer_handlers for s in plan.sequences)
 
     def layer_written(self, plan: StepPlan, layer: int) -> None:
-        if not self._layer_handlers:
-            return
         for sequence in plan.sequences:
             if handler := self._layer_handlers.get(sequence.request_id):
                 handler(layer, sequence.end)

@@ -48,6 +48,9 @@ class Listener:
         self.records: list[StepRecord] = []
         self._heard = threading.Condition()
 
+    def wants_layers(self, plan: StepPlan) -> bool:
+        return True
+
     def layer_written(self, plan: StepPlan, layer: int) -> None:
         self.layers += [(s.request_id, layer, s.end) for s in plan.sequences]
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from engine.config import ModelConfig
+from engine.errors import UnsupportedModel
 from engine.kv.cache import PagedKvCache
 from engine.ops.cpu import bindings
 from engine.ops.cpu.build import NativeUnavailable, library
@@ -243,6 +244,14 @@ class NativeStep:
         self._model.run(self._cache, self._struct)
 
 
+def check_block_size(block_size: int) -> None:
+    """Raises: UnsupportedModel: a block is not a whole number of pages."""
+    if block_size % PAGE_TOKENS:
+        raise UnsupportedModel(
+            f"native kernels: block size {block_size} is not a multiple of {PAGE_TOKENS}"
+        )
+
+
 def cache_struct(cache: PagedKvCache) -> tuple[bindings.Cache, object]:
     """A cache for the kernels, and what must live as long as that.
 
@@ -253,8 +262,7 @@ def cache_struct(cache: PagedKvCache) -> tuple[bindings.Cache, object]:
     kind = CACHE_KINDS.get((layout.dtype, layout.order))
     if kind is None:
         raise ValueError(f"native kernels do not read KV of {layout.dtype} in order {layout.order}")
-    if layout.block_size % PAGE_TOKENS:
-        raise ValueError(f"block size {layout.block_size} is not a multiple of {PAGE_TOKENS}")
+    check_block_size(layout.block_size)
     addresses = (ctypes.c_void_p * layout.num_layers)(*(t.data_ptr() for t in cache.layers))
     struct = bindings.Cache(
         ctypes.addressof(addresses), layout.region_bytes, cache.num_blocks, layout.block_size, kind
