@@ -15,14 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.runtime.address import check_bind, join_address, numeric_host
 from services.runtime.errors import Aborted, InvalidArgument, Unavailable
 from services.runtime.lifecycle import Component
-from services.runtime.server import (
-    PUBLIC_MESSAGE_BYTES,
-    check_bind,
-    join_address,
-    numeric_host,
-)
+from services.runtime.server import PUBLIC_MESSAGE_BYTES
 
 BODY_TIMEOUT_S = 10.0
 """A body that does not move for so long is given up."""

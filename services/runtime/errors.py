@@ -15,14 +15,19 @@ Every message is one line: what is wrong, what to do. Foreign errors become one 
 ``to_service_error`` and nowhere else. Used by every service and by the command line.
 """
 
+from __future__ import annotations
+
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import grpc
+from typing import TYPE_CHECKING
 
 from engine import errors as engine_errors
 from kvtransfer import errors as kv_errors
+
+if TYPE_CHECKING:
+    import grpc
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +36,13 @@ class ServiceError(Exception):
     """Root of the services' errors."""
 
     @property
-    def codes(self) -> "Codes":
+    def codes(self) -> Codes:
         return ERROR_CODES[type(self)]
 
     @property
     def grpc_code_number(self) -> int:
         """The gRPC status code as it travels in ``WorkFailed.code``."""
-        return int(self.codes.grpc.value[0])
+        return self.codes.number
 
 
 class InvalidArgument(ServiceError):
@@ -101,27 +106,33 @@ class Internal(ServiceError):
 class Codes:
     """One error, three ways to say it."""
 
-    grpc: grpc.StatusCode
+    number: int
+    """The gRPC status code. A number, so that whoever only names errors does not load gRPC."""
     http: int
     label: str
     """The ``outcome`` label in metrics."""
 
+    @property
+    def grpc(self) -> grpc.StatusCode:
+        import grpc
 
-_G = grpc.StatusCode
+        return next(code for code in grpc.StatusCode if code.value[0] == self.number)
+
+
 ERROR_CODES: Mapping[type[ServiceError], Codes] = {
-    InvalidArgument: Codes(_G.INVALID_ARGUMENT, 400, "invalid_argument"),
-    Unauthenticated: Codes(_G.UNAUTHENTICATED, 401, "unauthenticated"),
-    NotFound: Codes(_G.NOT_FOUND, 404, "not_found"),
-    FailedPrecondition: Codes(_G.FAILED_PRECONDITION, 400, "failed_precondition"),
-    ResourceExhausted: Codes(_G.RESOURCE_EXHAUSTED, 429, "resource_exhausted"),
-    Unavailable: Codes(_G.UNAVAILABLE, 503, "unavailable"),
-    DeadlineExceeded: Codes(_G.DEADLINE_EXCEEDED, 504, "deadline_exceeded"),
-    Aborted: Codes(_G.CANCELLED, 499, "abort"),
-    Internal: Codes(_G.INTERNAL, 500, "internal"),
+    Aborted: Codes(1, 499, "abort"),
+    InvalidArgument: Codes(3, 400, "invalid_argument"),
+    DeadlineExceeded: Codes(4, 504, "deadline_exceeded"),
+    NotFound: Codes(5, 404, "not_found"),
+    ResourceExhausted: Codes(8, 429, "resource_exhausted"),
+    FailedPrecondition: Codes(9, 400, "failed_precondition"),
+    Internal: Codes(13, 500, "internal"),
+    Unavailable: Codes(14, 503, "unavailable"),
+    Unauthenticated: Codes(16, 401, "unauthenticated"),
 }
 
 _BY_NUMBER: Mapping[int, type[ServiceError]] = {
-    codes.grpc.value[0]: error for error, codes in ERROR_CODES.items()
+    codes.number: error for error, codes in ERROR_CODES.items()
 }
 
 _FOREIGN: tuple[tuple[type[BaseException], type[ServiceError]], ...] = (
@@ -156,15 +167,27 @@ def to_service_error(error: BaseException) -> ServiceError:
         return InvalidArgument(error.field, error.reason)
     if isinstance(error, engine_errors.CapacityError):
         return InvalidArgument("", str(error))
-    if isinstance(error, grpc.aio.AioRpcError):
-        return from_code(error.code(), one_line(error.details() or error.code().name))
-    if isinstance(error, grpc.RpcError):
-        return Unavailable("a peer's call ended without a status")
+    if (peers := _peer_error(error)) is not None:
+        return peers
     for foreign, ours in _FOREIGN:
         if isinstance(error, foreign):
             return ours(one_line(str(error)) or type(error).__name__)
     log.error("unexpected %s", type(error).__name__, exc_info=error)
     return Internal(f"internal error ({type(error).__name__}); the log of the service says where")
+
+
+def _peer_error(error: BaseException) -> ServiceError | None:
+    """What a peer answered through gRPC, synchronous or not; None: it is no such error."""
+    if "grpc" not in sys.modules:
+        return None
+    import grpc
+
+    if not isinstance(error, grpc.RpcError):
+        return None
+    if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):
+        return Unavailable("a peer's call ended without a status")
+    code = error.code()
+    return from_code(code, one_line(error.details() or code.name))
 
 
 def one_line(text: str, limit: int = 500) -> str:

@@ -20,9 +20,9 @@ from prometheus_client import (
     start_http_server,
 )
 
+from services.runtime.address import check_bind, join_address, numeric_host
 from services.runtime.errors import Unavailable
 from services.runtime.lifecycle import Component
-from services.runtime.server import check_bind, join_address, numeric_host
 
 _STEP_S = (
     0.0001,

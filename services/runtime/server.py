@@ -9,7 +9,6 @@ their options here, because keepalive works only when client and server agree.
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -19,11 +18,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from services.runtime.errors import (
-    FailedPrecondition,
-    InvalidArgument,
-    Unavailable,
-)
+from services.runtime.address import check_bind, join_address, numeric_host
+from services.runtime.errors import FailedPrecondition, Unavailable
 from services.runtime.lifecycle import Component
 
 TOKEN_VARIABLE = "KVRELAY_CLUSTER_TOKEN"
@@ -91,39 +87,6 @@ def cluster_token() -> str:
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
     """Metadata that opens an internal service: ``stub.Call(request, metadata=…)``."""
     return ((TOKEN_KEY, token),)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def check_bind(host: str, insecure: bool) -> None:
-    """Refuse to serve others unless that was said aloud.
-
-    Raises:
-        InvalidArgument: ``host`` is not loopback and ``insecure`` is not set.
-    """
-    if not insecure and not is_loopback(host):
-        raise InvalidArgument(
-            "--host",
-            f"{host} can be reached from other machines, without encryption or keys: "
-            "add --insecure if that is meant, or use 127.0.0.1",
-        )
-
-
-def join_address(host: str, port: int) -> str:
-    """``host:port``, with brackets around an IPv6 host."""
-    bare = host.strip("[]")
-    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
-
-
-def numeric_host(host: str) -> str:
-    """``localhost`` as one address: its name stands for two, and port 0 would differ on them."""
-    return "127.0.0.1" if host == "localhost" else host
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]

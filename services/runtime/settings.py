@@ -14,8 +14,8 @@ from functools import cache
 
 from engine.config import EngineConfig
 from protos import cluster_pb2
+from services.runtime.address import check_bind
 from services.runtime.errors import InvalidArgument, NotFound
-from services.runtime.server import check_bind
 
 MAX_PORT = 65_535
 

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from engine.loop import Engine
 from kvtransfer.wire import layout_to_proto
 from protos import cluster_pb2
+from services.runtime.address import join_address
 from services.runtime.engine_port import EnginePort
 from services.runtime.lifecycle import Component, Stack, StopSignals, run_until_stopped
 from services.runtime.metrics import MetricsServer, WorkerMetrics, new_registry
-from services.runtime.server import GrpcServer, cluster_token, join_address
+from services.runtime.server import GrpcServer, cluster_token
 from services.runtime.settings import WorkerConfig
 from services.worker.build import LoadedModel, build_engine, load_model
 from services.worker.observe import Observer, load_message

@@ -1,6 +1,7 @@
 """The error tree, its one table, and the one place where foreign errors are mapped."""
 
 import asyncio
+import re
 
 import grpc
 import pytest
@@ -18,7 +19,7 @@ def _all_errors() -> list[type[e.ServiceError]]:
 
 def test_every_error_has_codes_of_its_own() -> None:
     assert set(_all_errors()) == set(e.ERROR_CODES)
-    for column in ("grpc", "label"):
+    for column in ("number", "label"):
         values = [getattr(codes, column) for codes in e.ERROR_CODES.values()]
         assert len(set(values)) == len(values)
 
@@ -31,6 +32,14 @@ def test_a_code_travels_and_comes_back(error: type[e.ServiceError]) -> None:
         assert type(back) is error
         assert str(back) == "why"
         assert back.grpc_code_number == code.value[0]
+
+
+def test_the_numbers_are_grpcs_own() -> None:
+    for error, codes in e.ERROR_CODES.items():
+        name = {"Aborted": "CANCELLED"}.get(
+            error.__name__, re.sub("(?<!^)([A-Z])", r"_\1", error.__name__).upper()
+        )
+        assert codes.grpc is grpc.StatusCode[name]
 
 
 def test_a_code_we_never_send_is_internal() -> None:

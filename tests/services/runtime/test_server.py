@@ -107,17 +107,3 @@ def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv(s.TOKEN_VARIABLE)
     with pytest.raises(FailedPrecondition, match=s.TOKEN_VARIABLE):
         s.cluster_token()
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("[::1]", True), ("localhost", True),
-     ("0.0.0.0", False), ("::", False), ("10.1.2.3", False), ("example.org", False)],
-)  # fmt: skip
-def test_loopback(host: str, loopback: bool) -> None:
-    assert s.is_loopback(host) is loopback
-
-
-def test_addresses() -> None:
-    assert s.join_address("127.0.0.1", 5) == "127.0.0.1:5"
-    assert s.join_address("::1", 5) == s.join_address("[::1]", 5) == "[::1]:5"
