@@ -230,6 +230,7 @@ def _run_alone(config: RouterConfig | WorkerConfig) -> None:
     from services.launch.service import ready_line, run_service
     from services.runtime import journal
 
+    config.validate()
     journal.configure()
     asyncio.run(run_service(config, lambda where: print(ready_line(where), flush=True)))
 

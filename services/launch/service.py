@@ -21,8 +21,6 @@ async def run_service(config: Config, on_ready: ReadyHandler) -> None:
     Raises:
         Exception: it could not start, or failed later; ``to_service_error`` has the reason.
     """
-    config.validate()
-
     if isinstance(config, RouterConfig):
         from services.router.app import run_router
 

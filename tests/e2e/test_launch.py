@@ -129,6 +129,7 @@ def family_of(cluster: Cluster) -> list[psutil.Process]:
     return family
 
 
+@pytest.mark.slow
 def test_nothing_survives_a_kill_of_the_parent(tiny_model: Path) -> None:
     with serve(str(tiny_model), expect_exit=None) as cluster:
         family = family_of(cluster)
@@ -138,6 +139,7 @@ def test_nothing_survives_a_kill_of_the_parent(tiny_model: Path) -> None:
         assert not alive
 
 
+@pytest.mark.slow
 def test_the_routers_death_ends_the_cluster(tiny_model: Path) -> None:
     with serve(str(tiny_model), expect_exit=None) as cluster:
         family = family_of(cluster)
@@ -149,6 +151,7 @@ def test_the_routers_death_ends_the_cluster(tiny_model: Path) -> None:
         assert not any(child.is_running() for child in family)
 
 
+@pytest.mark.slow
 def test_the_second_ctrl_c_is_at_once(tiny_model: Path) -> None:
     with serve(str(tiny_model), expect_exit=None) as cluster:
         family = family_of(cluster)
