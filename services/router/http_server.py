@@ -7,6 +7,7 @@ goes. Knows nothing of what is served. Used by ``app`` and ``openai_api``.
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ from services.runtime.server import PUBLIC_MESSAGE_BYTES
 
 BODY_TIMEOUT_S = 10.0
 """A body that does not move for so long is given up."""
+PEER_TIMEOUT_MS = 10_000
+"""Sent bytes that nobody acknowledges for so long end a connection."""
 _START_TURN_S = 0.005
 
 Result = TypeVar("Result")
@@ -90,6 +93,7 @@ class HttpServer(Component):
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _notice_vanished_peers(listener)
             listener.bind((host, self.port))
         except OSError as error:
             listener.close()
@@ -97,6 +101,16 @@ class HttpServer(Component):
             raise Unavailable(f"cannot bind {self.address}: {reason}") from error
         self.port = listener.getsockname()[1]
         return listener
+
+
+def _notice_vanished_peers(listener: socket.socket) -> None:
+    """Connections inherit these: a peer that lost its power or network is gone within 11 s."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PEER_TIMEOUT_MS)
 
 
 async def read_body(request: Request, limit: int = PUBLIC_MESSAGE_BYTES) -> bytes:
