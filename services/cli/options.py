@@ -52,6 +52,10 @@ Insecure = Annotated[bool, typer.Option("--insecure", help=field_help(RouterConf
 
 Device = Annotated[str, field_option(EngineConfig, "device", metavar="auto|cpu|cuda")]
 Dtype = Annotated[str, field_option(EngineConfig, "dtype", metavar="auto|float32|bfloat16")]
+Weights = Annotated[
+    str, field_option(EngineConfig, "weights", metavar="auto|float32|bf16|int8|file")
+]
+Kernels = Annotated[str, field_option(EngineConfig, "kernels", metavar="auto|torch")]
 KvCacheBytes = Annotated[
     int, field_option(EngineConfig, "kv_cache_bytes", parser=parse_size, metavar="SIZE")
 ]

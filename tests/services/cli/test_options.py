@@ -46,7 +46,16 @@ def words_of_help(command: str) -> str:
     return " ".join(re.sub(r"[│╭╰╮╯─]", " ", result.stdout).split())
 
 
-ENGINE_OPTIONS = ["device", "dtype", "threads", "kv_cache_bytes", "block_size", "max_context"]
+ENGINE_OPTIONS = [
+    "device",
+    "dtype",
+    "weights",
+    "kernels",
+    "threads",
+    "kv_cache_bytes",
+    "block_size",
+    "max_context",
+]
 
 
 @pytest.mark.parametrize(
