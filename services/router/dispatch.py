@@ -82,10 +82,9 @@ class Attempt:
                 ),
                 self._sink(self._prefill),
             )
-            self._marks.prefill_instance = self._record.prefill_instance = source.instance_id
+            self._marks.prefill_instance = source.instance_id
         self._decode.link.start(order, self._sink(self._decode))
-        decode_id = self._decode.link.instance.instance_id
-        self._marks.decode_instance = self._record.decode_instance = decode_id
+        self._marks.decode_instance = self._decode.link.instance.instance_id
         self._marks.dispatched_s = self._clock()
         self._record.advance(RequestEvent.DISPATCH)
         self._record.end = self.end

@@ -63,9 +63,6 @@ class RequestRecord:
     request_id: str
     num_prompt_tokens: int
     state: RequestState = RequestState.QUEUED
-    num_output_tokens: int = 0
-    prefill_instance: str = ""
-    decode_instance: str = ""
     end: Callable[[ServiceError], None] | None = None
     """Ends it from outside; there once it was dispatched."""
 

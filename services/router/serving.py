@@ -153,10 +153,10 @@ class Serving:
                 )
                 async with contextlib.aclosing(attempt.run()) as answer:
                     async for tokens in answer:
-                        self._note(record, marks, tokens)
+                        self._note(marks, tokens)
                         yield tokens
-            record.advance(RequestEvent.FINISH)
             finished = self._finished(record, marks)
+            record.advance(RequestEvent.FINISH)
             outcome = FINISH_REASON_NAMES.get(finished.finish_reason, "error")
             yield finished
         except Aborted:
@@ -188,9 +188,8 @@ class Serving:
         decode = self._fleet.link(placement.decode)
         return Attempt(request, record, marks, decode, prefill, self._clock)
 
-    def _note(self, record: RequestRecord, marks: Marks, tokens: public.Tokens) -> None:
+    def _note(self, marks: Marks, tokens: public.Tokens) -> None:
         count = len(tokens.token_ids)
-        record.num_output_tokens += count
         now_s = self._clock()
         gap_s = marks.note_tokens(now_s, count)
         if gap_s is None:
@@ -217,7 +216,7 @@ class Serving:
         return public.Finished(
             finish_reason=public.FINISH_REASON_ABORT,
             usage=public.Usage(
-                prompt_tokens=record.num_prompt_tokens, output_tokens=record.num_output_tokens
+                prompt_tokens=record.num_prompt_tokens, output_tokens=marks.num_output_tokens
             ),
             timeline=timeline(marks),
         )
@@ -231,9 +230,9 @@ class Serving:
             request=record.request_id,
             outcome=outcome,
             prompt_tokens=record.num_prompt_tokens,
-            output_tokens=record.num_output_tokens,
-            prefill=record.prefill_instance,
-            decode=record.decode_instance,
+            output_tokens=marks.num_output_tokens,
+            prefill=marks.prefill_instance,
+            decode=marks.decode_instance,
             e2e_s=f"{self._clock() - marks.received_s:.3f}",
         )
         log.info("request %s", said)
