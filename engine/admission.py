@@ -47,7 +47,6 @@ class Admission:
         its grant is back when its turn comes. SOURCEs without a grant are in nobody's way.
         """
         picked: list[Picked] = []
-        self._blocked = None
         slots = self._num_free_slots()
         offers = MAX_OPEN_OFFERS - self._roster.num_ungranted()
         prefills = deque(self._roster.prefills())
@@ -96,8 +95,7 @@ class Admission:
         self.left(sequence)
         sequence.advance(_E.RESERVE if awaits_reservation(sequence) else _E.PICK)
         sequence.num_computed_tokens = allocation.num_cached_tokens
-        if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = allocation.num_cached_tokens
+        sequence.num_cached_tokens = allocation.num_cached_tokens
         self._roster.start(sequence)
         return True
 
@@ -139,7 +137,7 @@ class Admission:
         """Take its blocks. It keeps its output and its place in line; its KV is recomputed."""
         self._kv.free(sequence.request_id)
         sequence.advance(_E.PREEMPT)
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.num_cached_tokens = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         sequence.advance(_E.REQUEUE)

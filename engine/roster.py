@@ -108,6 +108,8 @@ class Roster:
             ranks = [self._ranks[sequence] for sequence in members]
             if ranks != sorted(ranks):
                 raise IntegrityError("sequences are not in rank order")
+        if any(sequence.num_computed_tokens for sequence in self._waiting):
+            raise IntegrityError("a sequence without blocks claims to be computed")
         everyone = {s.request_id: s for s in (*self._waiting, *self._running)}
         if everyone != self._by_id or len(everyone) != self.num_waiting + self.num_running:
             raise IntegrityError("a sequence is lost, or listed twice")

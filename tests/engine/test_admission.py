@@ -54,6 +54,22 @@ def test_priority_goes_first_and_age_counts() -> None:
     assert bench.picked == ["first", "normal", "late"]
 
 
+def test_locals_get_blocks_only_when_the_step_has_room_for_them() -> None:
+    bench = Bench(budget=64)
+    for name in "abcd":
+        bench.add(name, 40)
+    assert spans(bench.plan(64)) == [("a", 0, 40), ("b", 0, 16)]
+    assert bench.picked == ["a", "b"]
+
+
+def test_the_more_urgent_is_computed_first_though_another_has_begun() -> None:
+    bench = Bench()
+    bench.add("begun", 100)
+    bench.step(32)
+    bench.add("urgent", 40, priority=-1)
+    assert spans(bench.plan(48)) == [("urgent", 0, 40)]
+
+
 # ---- giving way ----------------------------------------------------------------------------------
 
 
@@ -104,3 +120,19 @@ def test_who_was_preempted_is_next_in_line() -> None:
     assert bench.scheduler.reserve(bench.request("target", 5), 9.0) is None
     bench.step()
     assert "new" not in bench.picked
+
+
+def test_the_first_in_line_keeps_its_place_when_a_later_one_gives_way() -> None:
+    bench = Bench(num_blocks=4)
+    bench.add("old", 30)
+    bench.add("young", 30)
+    bench.step()
+    bench.add("urgent", 40, priority=-1)
+    for _ in range(3):
+        bench.step()
+    assert bench.scheduler.stats().num_preemptions == 1
+    between = bench.request("between", 5)
+    assert bench.scheduler.reserve(between, 1.5) is None
+    bench.scheduler.finish("old")
+    bench.step()
+    assert bench.picked[-1] == "urgent"
