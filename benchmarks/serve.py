@@ -12,6 +12,7 @@ client is a bare socket reader: on a small machine its own cost would be the ser
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -43,8 +44,7 @@ class Answered:
 
     @property
     def gaps_s(self) -> list[float]:
-        times = self.token_times_s
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_times_s)]
 
 
 def make_prompt(num_tokens: int, dice: random.Random) -> str:
