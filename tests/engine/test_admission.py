@@ -22,6 +22,9 @@ def test_who_does_not_fit_is_not_overtaken() -> None:
     bench.step()
     assert bench.picked == ["holder", "large", "small"]
     assert bench.scheduler.reserve(small_target, 10.0) is not None
+    # Nobody is blocked any more.
+    bench.scheduler.finish("small")
+    assert bench.scheduler.reserve(bench.request("newcomer", 10), 11.0) is not None
 
 
 def test_a_waiting_reservation_is_not_overtaken_and_its_blocks_are_set_aside() -> None:
