@@ -147,6 +147,7 @@ async def test_a_late_prefill_failure_does_not_spoil_a_whole_answer(
             assert not isinstance(result, BaseException) and result.text == ANSWER[:2]
 
 
+@pytest.mark.slow
 async def test_an_instance_without_heartbeats_is_lost_with_its_requests(
     start_router: StartRouter,
 ) -> None:
@@ -268,6 +269,7 @@ async def test_a_registration_that_makes_no_sense_is_refused(
     assert (caught.value.details() or "").startswith(f"{field}: ")
 
 
+@pytest.mark.slow
 async def test_an_instance_that_cannot_be_reached_is_dropped(start_router: StartRouter) -> None:
     cluster = await start_router()
     ghost = FakeWorker(Role.DECODE, address="127.0.0.1:1")
@@ -301,7 +303,6 @@ async def test_a_draining_router_finishes_what_runs(start_router: StartRouter) -
     await asyncio.wait_for(draining, 2)
 
 
-@pytest.mark.slow
 async def test_many_clients_that_vanish_leave_nothing(start_router: StartRouter) -> None:
     cluster = await start_router(prefill=1, decode=1, script=Script(step_s=0.002))
     calls = [
