@@ -99,7 +99,7 @@ def test_disturbed_work_ends_as_if_undisturbed(role: str, world: dict[str, objec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", PURPOSES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(world=worlds)
 def test_disturbed_work_ends_as_if_undisturbed_at_length(
     role: str, world: dict[str, object]
