@@ -6,10 +6,11 @@ went, down again. Called by ``make demo``.
 
 from collections.abc import Mapping
 
+import grpc
 from rich.console import Console
 
 from engine.config import EngineConfig
-from services.cli.client import connected
+from services.cli.client import Answer, connected, generate
 from services.cli.generate import Ask, stream_answer
 from services.cli.serve import Counts, make_plan, num_cores, run_with_cluster
 from services.cli.timeline import draw
@@ -32,10 +33,17 @@ def run(model: str) -> None:
     run_with_cluster(plan, LocalLauncher, _answer_one)
 
 
+async def _warm_up(channel: grpc.aio.Channel) -> None:
+    """The first handoff of two instances connects them; the one that is shown should not."""
+    async for _ in generate(channel, Ask("Hello", max_tokens=2).request(), Answer()):
+        pass
+
+
 async def _answer_one(addresses: Mapping[str, str]) -> None:
     console = Console()
     console.print(f"[dim]{PROMPT}[/]\n")
     async with connected(addresses["grpc"]) as channel:
+        await _warm_up(channel)
         answer = await stream_answer(channel, Ask(PROMPT, chat=True, max_tokens=MAX_TOKENS))
     console.print()
     console.print(draw(answer.finished.timeline, answer.finished.usage))

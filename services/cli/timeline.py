@@ -1,10 +1,10 @@
 """Where the time of one answer went, drawn for people.
 
-    queue         ▏                                   2.1 ms
-    prefill       ██████████████████████████████      310 ms  95 tokens
-    handoff         ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒█     290 ms  3.1 MB, 93% hidden
-    first decode                                ██   21.0 ms
-    per token                                        17.3 ms  58 tokens/s, 40 tokens
+    queue         ▏                               2.1 ms
+    prefill       ██████████████████████████      310 ms  95 tokens
+    handoff         ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒█     290 ms  3.1 MB, 93% hidden
+    first decode                            ██   21.0 ms
+    per token                                    17.3 ms  58 tokens/s, 40 tokens
 
 The light part of the handoff is hidden: it passed while prefill was still computing. There are
 only durations: where the handoff's bar starts is derived from them. Pure functions over a
@@ -18,7 +18,7 @@ from rich.text import Text
 
 from protos.inference_pb2 import Timeline, Usage
 
-WIDTH = 32
+WIDTH = 28
 FULL, LIGHT, HAIR = "█", "▒", "▏"
 
 

@@ -18,7 +18,7 @@ HANDED_OFF = Timeline(
     prefill_instance="prefill-a",
     decode_instance="decode-b",
 )
-USAGE = Usage(prompt_tokens=70, output_tokens=40, cached_tokens=16)
+USAGE = Usage(prompt_tokens=1500, output_tokens=1000, cached_tokens=1024)
 
 
 def drawn(timeline: Timeline, usage: Usage) -> str:
@@ -47,9 +47,9 @@ def test_handed_off() -> None:
     text = drawn(HANDED_OFF, USAGE)
     for words in (
         "prefill-a → decode-b",
-        "70 tokens, 16 cached",
+        "1500 tokens, 1024 cached",
         "3.1 MB, 75% hidden",
-        "80 tokens/s, 40 tokens",
+        "80 tokens/s, 1000 tokens",
     ):
         assert words in text
     assert "…" not in text, "cut on a terminal of 80 columns"
