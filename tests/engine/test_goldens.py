@@ -86,9 +86,15 @@ def check(runs: list[Run]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.fixture(scope="module")
-def runner() -> Runner:
-    config = EngineConfig(dtype="float32", block_size=BLOCK_SIZE, kv_cache_bytes=160 << 20)
+@pytest.fixture(scope="module", params=["auto", "torch"])
+def runner(request: pytest.FixtureRequest) -> Runner:
+    """Once on the native kernels, where there are any, and once on torch."""
+    config = EngineConfig(
+        dtype="float32",
+        kernels=request.param,
+        block_size=BLOCK_SIZE,
+        kv_cache_bytes=160 << 20,
+    )
     return Runner(config, open_model("demo"))
 
 
