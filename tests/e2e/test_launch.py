@@ -17,7 +17,7 @@ from services.launch.place import LaunchError
 from services.launch.processes import ChildProcess
 from services.launch.transfer import write_config
 from services.runtime.settings import RouterConfig
-from tests.e2e.harness import START_TIMEOUT_S, Cluster, eventually, serve
+from tests.e2e.harness import START_TIMEOUT_S, Cluster, collect, eventually, request, serve
 
 KVRELAY = [sys.executable, "-m", "services.cli.main"]
 ANY_PORTS = ["--grpc-port", "0", "--http-port", "0"]
@@ -163,3 +163,17 @@ def test_the_second_ctrl_c_is_at_once(tiny_model: Path) -> None:
         cluster.process.send_signal(signal.SIGINT)
         assert cluster.process.wait(2) == 0
         assert not any(child.is_running() for child in family)
+
+
+@pytest.mark.slow
+def test_a_stop_lets_what_runs_end(tiny_model: Path) -> None:
+    with serve(str(tiny_model), expect_exit=None) as cluster:
+        with cluster.client() as stub:
+            message = request(ids=list(range(40)), max_tokens=200, ignore_eos=True)
+            stream = stub.Generate(message, timeout=30)
+            next(response for response in stream if response.HasField("tokens"))
+            cluster.process.send_signal(signal.SIGTERM)
+            rest = collect(stream)
+        assert rest.finished is not None
+        assert rest.finished.usage.output_tokens == 200
+        assert cluster.process.wait(10) == 0
