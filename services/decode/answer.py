@@ -15,6 +15,7 @@ from engine.text import Detokenizer, StopChecker
 from engine.tokenizer import Tokenizer
 from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
+from services.runtime.errors import ServiceError
 
 FINISH_REASONS = {
     FinishReason.STOP: public.FINISH_REASON_STOP,
@@ -79,11 +80,11 @@ class Answer:
             self.queue_s = self._clock() - self._started_s
             self.num_cached_tokens = num_cached_tokens
 
-    def fail(self, code: int, message: str) -> None:
-        """End without an answer. ``code`` is a gRPC status code; ``message`` one line."""
+    def fail(self, error: ServiceError) -> None:
+        """End without an answer, unless it has ended."""
         if not self.ended.is_set():
             self.ended.set()
-            failed = wire.WorkFailed(code=code, message=message)
+            failed = wire.WorkFailed(code=error.grpc_code_number, message=str(error))
             self._emit(wire.DecodeEvent(request_id=self._request.request_id, failed=failed))
 
     def _note_time(self) -> None:

@@ -14,6 +14,7 @@ Knows nothing of how a prompt is computed elsewhere. Mounted by ``services.worke
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -31,7 +32,7 @@ from services.runtime.engine_port import EnginePort
 from services.runtime.errors import FailedPrecondition, Internal, to_service_error
 from services.runtime.metrics import WorkerMetrics
 from services.runtime.session import Session
-from services.runtime.work import parse_work_request
+from services.runtime.work import as_attempt, parse_work_request
 
 
 class DecodeService(worker_pb2_grpc.DecodeServicer):
@@ -51,6 +52,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._background = Background()
+        self._attempts = itertools.count()
 
     async def Run(
         self, request_iterator: AsyncIterator[wire.DecodeCommand], context: Any
@@ -76,6 +78,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         """One request, with its one terminal event."""
         request = parse_work_request(start.request)
         answer = Answer(request, self._tokenizer, session.emit)
+        attempt = as_attempt(request, next(self._attempts))
 
         def on_event(event: EngineEvent) -> None:
             match event:
@@ -85,39 +88,41 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
                     answer.picked(event.num_cached_tokens)
                     self._note_prompt(request, event.num_cached_tokens, "local_compute")
                 case Failed():
-                    failure = Internal(event.reason)
-                    answer.fail(failure.grpc_code_number, str(failure))
+                    answer.fail(Internal(event.reason))
 
-        self._port.subscribe(request.request_id, on_event)
+        self._port.subscribe(attempt.request_id, on_event)
         try:
             if start.handoff_id:
-                await self._receive(start, request, answer)
+                await self._receive(start, attempt, answer)
             else:
-                self._engine.submit(request, Purpose.LOCAL)
-                await answer.ended.wait()
+                await self._prefill_here(attempt, answer)
         except Exception as error:
-            failure = to_service_error(error)
-            answer.fail(failure.grpc_code_number, str(failure))
+            answer.fail(to_service_error(error))
         finally:
-            self._port.unsubscribe(request.request_id)
-            if not start.handoff_id:
-                self._engine.finish(request.request_id)
+            self._port.unsubscribe(attempt.request_id)
 
-    async def _receive(self, start: wire.StartDecode, request: Request, answer: Answer) -> None:
+    async def _prefill_here(self, attempt: Request, answer: Answer) -> None:
+        try:
+            self._engine.submit(attempt, Purpose.LOCAL)
+            await answer.ended.wait()
+        finally:
+            self._engine.finish(attempt.request_id)
+
+    async def _receive(self, start: wire.StartDecode, attempt: Request, answer: Answer) -> None:
         if self._target is None:
             raise FailedPrecondition("this instance takes no handoffs: its role is colocated")
-        handoff = self._target.expect(start.handoff_id, request.request_id)
+        handoff = self._target.expect(start.handoff_id, start.request.request_id)
         try:
-            first = await self._take(handoff, request)
+            first = await self._take(handoff, attempt)
             answer.num_cached_tokens = first.num_cached_tokens
-            reason = self._engine.finish_reason(request, first.token_id)
-            self._push(answer, Sampled(request.request_id, first.token_id, reason))
+            reason = self._engine.finish_reason(attempt, first.token_id)
+            self._push(answer, Sampled(attempt.request_id, first.token_id, reason))
             if not answer.ended.is_set():
                 await handoff.landed()
-                self._engine.join(request.request_id, first.token_id)
+                self._engine.join(attempt.request_id, first.token_id)
                 await answer.ended.wait()
         finally:
-            self._background.spawn(self._release(request.request_id, handoff))
+            self._background.spawn(self._release(attempt.request_id, handoff))
 
     async def _take(self, handoff: TargetHandoff, request: Request) -> First:
         """From the offer to the first token; the KV may still be in flight."""

@@ -14,6 +14,7 @@ Knows nothing of answers, text or clients. Mounted by ``services.worker``.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -30,7 +31,7 @@ from services.runtime.engine_port import EnginePort
 from services.runtime.errors import Internal, to_service_error
 from services.runtime.metrics import WorkerMetrics
 from services.runtime.session import Session
-from services.runtime.work import parse_work_request
+from services.runtime.work import as_attempt, parse_work_request
 
 
 class _Progress:
@@ -73,6 +74,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         self._metrics = metrics
         self._clock = clock
         self._background = Background()
+        self._attempts = itertools.count()
 
     async def Run(
         self, request_iterator: AsyncIterator[wire.PrefillCommand], context: Any
@@ -109,7 +111,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     async def _prefill(
         self, session: Session[wire.PrefillEvent], start: wire.StartPrefill
     ) -> wire.PrefillDone:
-        request = parse_work_request(start.request)
+        request = as_attempt(parse_work_request(start.request), next(self._attempts))
         arrived_s = self._clock()
         progress = _Progress()
         handoff: SourceHandoff | None = None
@@ -129,7 +131,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             started = wire.PrefillStarted(
                 queue_s=granted_s - arrived_s, grant_s=granted_s - picked_s
             )
-            session.emit(wire.PrefillEvent(request_id=request.request_id, started=started))
+            session.emit(wire.PrefillEvent(request_id=start.request.request_id, started=started))
             stats, computed_s = await self._send(request, picked, handoff, progress)
             self._note(request, picked, stats)
             return wire.PrefillDone(
@@ -183,7 +185,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             handoff_id=start.handoff_id,
             target_address=start.target_address,
             target_instance_id=start.target_instance_id,
-            request_id=request.request_id,
+            request_id=start.request.request_id,
             num_tokens=len(request.prompt_token_ids),
             block_hashes=self._engine.block_hashes(request),
             block_table=picked.block_table,

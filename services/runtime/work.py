@@ -3,6 +3,8 @@
 The router has validated everything; nothing is checked again here.
 """
 
+from dataclasses import replace
+
 from engine.request import Request, SamplingParams
 from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
@@ -27,6 +29,15 @@ def parse_work_request(message: wire.WorkRequest) -> Request:
         ),
         priority=message.priority,
     )
+
+
+def as_attempt(request: Request, number: int) -> Request:
+    """The same request under an id that is used once in an engine.
+
+    A router may try a request again on the same instance while the last attempt still lets go of
+    its blocks: the two must never be mistaken for each other.
+    """
+    return replace(request, request_id=f"{request.request_id}#{number}")
 
 
 def work_request_message(request: Request) -> wire.WorkRequest:

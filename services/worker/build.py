@@ -4,7 +4,6 @@ Slow (weights are read and packed), so it runs on a thread of its own at start. 
 sockets. Used by ``services.worker.app``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
@@ -15,6 +14,9 @@ from engine.pace import Pace
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.tokenizer import Tokenizer
+
+WATERMARK_SHARE = 100
+"""One block in so many is left for the growth of running answers when a prompt is taken in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,8 @@ def build_engine(loaded: LoadedModel, config: EngineConfig, listener: EngineList
         block_size=config.block_size,
         model_digest=runner.model_digest,
         prefix_cache=config.prefix_cache,
+        watermark_blocks=runner.num_blocks // WATERMARK_SHARE,
     )
     scheduler = Scheduler(config, kv, runner.model_config.eos_token_ids, runner.max_context)
     pace = Pace(config.max_step_s, config.token_budget)
     return Engine(scheduler, runner, pace, listener)
-
-
-Builder = Callable[[str, EngineConfig], LoadedModel]

@@ -6,6 +6,7 @@ from engine.tokenizer import ByteTokenizer
 from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
 from services.decode.answer import Answer
+from services.runtime.errors import Internal, Unavailable
 
 EOS = ByteTokenizer().eos_token_ids[0]
 
@@ -104,14 +105,14 @@ def test_a_stop_string_completed_by_the_flush_still_stops() -> None:
 def test_failing_after_the_end_says_nothing() -> None:
     reader = Reader()
     reader.push(b"x", FinishReason.LENGTH)
-    reader.answer.fail(13, "late")
+    reader.answer.fail(Internal("late"))
     assert reader.finished
 
 
 def test_failing_first_is_the_only_terminal_event() -> None:
     reader = Reader()
     reader.push(b"x")
-    reader.answer.fail(14, "gone")
+    reader.answer.fail(Unavailable("gone"))
     reader.push(b"y", FinishReason.LENGTH)
     kinds = [e.WhichOneof("event") for e in reader.events]
     assert kinds == ["tokens", "failed"]
