@@ -3,6 +3,7 @@
 import json
 import re
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -17,8 +18,10 @@ CHAT: list[Any] = [{"role": "user", "content": "Say something."}]
 
 
 @pytest.fixture
-def client(cluster: Cluster) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=30)
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    url = f"{cluster.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as opened:
+        yield opened
 
 
 def model_of(client: openai.OpenAI) -> str:
