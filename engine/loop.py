@@ -223,7 +223,8 @@ class Engine:
                 if self._stopping:
                     return None
                 self._dirty = False
-                plan, picked = self._scheduler.plan(self._clock(), self._pace.limit_tokens())
+                limit = self._pace.limit_tokens(self._scheduler.num_decoding > 0)
+                plan, picked = self._scheduler.plan(self._clock(), limit)
                 if not plan.sequences and not picked:
                     # Nothing can move until somebody submits, grants, joins or finishes.
                     self._changed.wait_for(lambda: self._dirty or self._stopping)

@@ -188,6 +188,10 @@ class Scheduler:
         """Sequences that have blocks."""
         return self._roster.num_running
 
+    @property
+    def num_decoding(self) -> int:
+        return len(self._roster.decodes())
+
     def has_work(self) -> bool:
         """False: a plan would be empty. If one is empty all the same, nothing moves by itself."""
         return bool(self.num_waiting or self._roster.decodes() or self._roster.prefills())

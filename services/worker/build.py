@@ -50,5 +50,4 @@ def build_engine(loaded: LoadedModel, config: EngineConfig, listener: EngineList
         watermark_blocks=runner.num_blocks // WATERMARK_SHARE,
     )
     scheduler = Scheduler(config, kv, runner.model_config.eos_token_ids, runner.max_context)
-    pace = Pace(config.max_step_s, config.token_budget)
-    return Engine(scheduler, runner, pace, listener)
+    return Engine(scheduler, runner, Pace(config), listener)

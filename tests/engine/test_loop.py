@@ -74,7 +74,7 @@ class Rig:
         self.runner, self.listener = CountingRunner(), Listener()
         kv = KvManager(num_blocks, 16, "digest")
         scheduler = Scheduler(EngineConfig(), kv, eos_token_ids=(), max_context=1024)
-        self.engine = Engine(scheduler, self.runner, Pace(0.2, 2048), self.listener)
+        self.engine = Engine(scheduler, self.runner, Pace(EngineConfig()), self.listener)
         self.engine.start()
 
 

@@ -1,5 +1,6 @@
 """The chunk limit follows measured speed."""
 
+from engine.config import EngineConfig
 from engine.pace import Pace
 
 
@@ -10,7 +11,7 @@ def settle(pace: Pace, token_s: float, steps: int = 40) -> None:
 
 
 def test_limit_converges_to_the_time_bound() -> None:
-    pace = Pace(max_step_s=0.2, most_tokens=4096)
+    pace = Pace(EngineConfig(max_step_s=0.2, token_budget=4096))
     settle(pace, token_s=0.001)
     assert 180 <= pace.limit_tokens() <= 220
     settle(pace, token_s=0.004)
@@ -18,7 +19,7 @@ def test_limit_converges_to_the_time_bound() -> None:
 
 
 def test_limit_stays_within_one_and_the_budget() -> None:
-    pace = Pace(max_step_s=0.2, most_tokens=512)
+    pace = Pace(EngineConfig(max_step_s=0.2, token_budget=512))
     settle(pace, token_s=1e-6)
     assert pace.limit_tokens() == 512
     settle(pace, token_s=10.0)
@@ -26,7 +27,7 @@ def test_limit_stays_within_one_and_the_budget() -> None:
 
 
 def test_a_short_slow_chunk_does_not_make_tokens_look_dear() -> None:
-    pace = Pace(max_step_s=0.2, most_tokens=4096)
+    pace = Pace(EngineConfig(max_step_s=0.2, token_budget=4096))
     settle(pace, token_s=0.001)
     before = pace.limit_tokens()
     for _ in range(50):
@@ -35,7 +36,13 @@ def test_a_short_slow_chunk_does_not_make_tokens_look_dear() -> None:
 
 
 def test_decode_only_steps_say_nothing() -> None:
-    pace = Pace(max_step_s=0.2, most_tokens=4096)
+    pace = Pace(EngineConfig(max_step_s=0.2, token_budget=4096))
     before = pace.limit_tokens()
     pace.observe(0, 64, 5.0)
     assert pace.limit_tokens() == before
+
+
+def test_beside_decodes_the_gap_is_the_bound() -> None:
+    pace = Pace(EngineConfig(max_step_s=0.2, max_gap_s=0.05, token_budget=4096))
+    settle(pace, token_s=0.001)
+    assert 45 <= pace.limit_tokens(beside_decodes=True) <= 55

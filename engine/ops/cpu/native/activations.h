@@ -1,8 +1,9 @@
 // Input rows of a linear layer in the form its weight kind multiplies.
 //
 // Float kinds: the rows as float32 or bfloat16. Byte kinds: int8 in groups, x = scale * q, plus
-// what the kernel needs of sum(q) per group. Written piece by piece, so that an epilogue can hand
-// its columns on without a float copy of the whole row.
+// what the kernel needs of sum(q) per group; all rows of a group lie together, so that a tile
+// reaches them at constant distances. Written piece by piece: an epilogue can hand its columns on
+// without a float copy of the whole row.
 #pragma once
 
 #include "panels.h"
@@ -15,9 +16,10 @@ constexpr int kPieceColumns = 64;
 struct Activations {
   int kind = KVR_FLOAT32;
   int inputs = 0;
-  uint8_t* values = nullptr;   // [rows][inputs] float32, bfloat16 or int8
-  float* scales = nullptr;     // [rows][groups]
-  int32_t* offsets = nullptr;  // [rows][groups]; Q4_1: float scale * sum(q), others: int start
+  int rows = 0;                // room for so many
+  uint8_t* values = nullptr;   // float kinds: [rows][inputs]; byte kinds: int8 [groups][rows][group]
+  float* scales = nullptr;     // [groups][rows]
+  int32_t* offsets = nullptr;  // [groups][rows]; Q4_1: float scale * sum(q), others: int start
 
   static size_t element_bytes(int kind) {
     return kind == KVR_FLOAT32 ? 4 : kind == KVR_BFLOAT16 ? 2 : 1;
@@ -29,13 +31,20 @@ struct Activations {
   void write_row(int row, const float* x) const;
 };
 
+// Rows to make room for, so that groups of a row are an odd number of cache lines apart: at an even
+// distance a tile's rows would fall on few cache sets.
+inline int row_distance(int group, int rows) {
+  if (group == 0) return rows;
+  return group == 64 ? rows | 1 : (rows + 1) / 4 * 4 + 2;
+}
+
 // q = round(x * 127 / max|x|), the group's scale max|x| / 127. Returns sum(q).
 template <int kGroup>
 KVR_INLINE int32_t quantise_group(const float* x, int8_t* q, float* scale) {
   Floats bound = zeros();
   for (int i = 0; i < kGroup; i += kLanes) bound = maximum(bound, magnitude(load(x + i)));
   const float peak = largest(bound);
-  *scale = peak / 127.0f;
+  *scale = peak * (1.0f / 127.0f);
   const Floats inverse = splat(peak > 0 ? 127.0f / peak : 0.0f);
   Ints total = splat(int32_t(0));
   for (int i = 0; i < kGroup; i += kLanes) {
@@ -46,6 +55,10 @@ KVR_INLINE int32_t quantise_group(const float* x, int8_t* q, float* scale) {
   return sum(total);
 }
 
+// Bits of the float 1.5 * 2^23: adding an integer below 2^22 to them adds it to the float. Sums of
+// a group start there, which makes them floats without a conversion.
+constexpr int32_t kIntegerFloat = 0x4b400000;
+
 // What tiles.h starts a group's integer accumulators with, or adds as floats for Q4_1.
 KVR_INLINE int32_t group_offset(int kind, int32_t total, float scale) {
   if (kind == KVR_Q4_1) {
@@ -54,7 +67,7 @@ KVR_INLINE int32_t group_offset(int kind, int32_t total, float scale) {
     std::memcpy(&bits, &weighted, 4);
     return bits;
   }
-  return kind == KVR_Q4_0 ? -8 * total : -kByteBias * total;
+  return kIntegerFloat - (kind == KVR_Q4_0 ? 8 : kByteBias) * total;
 }
 
 inline void Activations::write_piece(int row, int column, const float* x) const {
@@ -65,8 +78,8 @@ inline void Activations::write_piece(int row, int column, const float* x) const 
     uint16_t* to = reinterpret_cast<uint16_t*>(values) + at;
     for (int i = 0; i < 16; i += kLanes) store_bf16(to + i, load(x + i));
   } else {
-    int8_t* q = reinterpret_cast<int8_t*>(values) + at;
-    const size_t group = at / group_of(kind);  // inputs is a multiple of the group
+    const size_t group = size_t(column / group_of(kind)) * rows + row;
+    int8_t* q = reinterpret_cast<int8_t*>(values) + group * group_of(kind);
     const int32_t total = kind == KVR_INT8 ? quantise_group<64>(x, q, scales + group)
                                            : quantise_group<32>(x, q, scales + group);
     offsets[group] = group_offset(kind, total, scales[group]);

@@ -15,6 +15,7 @@
 namespace kvr {
 
 constexpr int kPageTokens = 16;
+constexpr int kLargestHeadDim = 256;
 
 // One layer of the cache.
 struct KvView {
@@ -49,15 +50,18 @@ struct KvView {
 
 inline void write_kv(const KvView& kv, Bfloat16Dot, const int32_t* block_table, int position,
                      int head, const float* key, const float* value) {
-  const int token = position % kPageTokens;
-  uint16_t* keys = kv.keys_dot16(block_table, position, head);
-  uint16_t* values = keys + kv.page_elements() + size_t(token / 2) * kv.head_dim * 2 + token % 2;
-  for (int d = 0; d < kv.head_dim; d += 2) {
-    uint16_t* pair = keys + (size_t(d / 2) * kPageTokens + token) * 2;
-    pair[0] = to_bf16(key[d]);
-    pair[1] = to_bf16(key[d + 1]);
+  alignas(64) uint16_t rounded[2 * kLargestHeadDim];
+  const int dim = kv.head_dim, token = position % kPageTokens;
+  for (int d = 0; d < dim; d += kLanes) {
+    store_bf16(rounded + d, load(key + d));
+    store_bf16(rounded + dim + d, load(value + d));
   }
-  for (int d = 0; d < kv.head_dim; d++) values[d * 2] = to_bf16(value[d]);
+  uint16_t* page = kv.keys_dot16(block_table, position, head);
+  uint32_t* keys = reinterpret_cast<uint32_t*>(page) + token;
+  const uint32_t* pairs = reinterpret_cast<const uint32_t*>(rounded);
+  for (int d = 0; d < dim / 2; d++) keys[d * kPageTokens] = pairs[d];
+  uint16_t* values = page + kv.page_elements() + size_t(token / 2) * dim * 2 + token % 2;
+  for (int d = 0; d < dim; d++) values[d * 2] = rounded[dim + d];
 }
 
 inline void write_kv(const KvView& kv, Float32Dot, const int32_t* block_table, int position,

@@ -1,7 +1,6 @@
 #include "linear.h"
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "tiles.h"
@@ -10,33 +9,34 @@ namespace kvr {
 namespace {
 
 using Tile = void (*)(const uint8_t* panel, const Activations& x, int row, float* out);
-// [r] is the tile of r + 1 rows.
-using Tiles = std::array<Tile, kTileRows>;
+
+// tiles[r] is the tile of r + 1 rows.
+struct Tiles {
+  const Tile* tiles;
+  int most_rows;
+};
 
 template <class Dot, size_t... r>
-constexpr Tiles float_tiles(std::index_sequence<r...>) {
-  return {{float_tile<Dot, int(r) + 1>...}};
+Tiles float_tiles(std::index_sequence<r...>) {
+  static constexpr Tile tiles[] = {float_tile<Dot, int(r) + 1>...};
+  return {tiles, sizeof...(r)};
 }
 template <class Kind, size_t... r>
-constexpr Tiles byte_tiles(std::index_sequence<r...>) {
-  return {{byte_tile<Kind, int(r) + 1>...}};
+Tiles byte_tiles(std::index_sequence<r...>) {
+  static constexpr Tile tiles[] = {byte_tile<Kind, int(r) + 1>...};
+  return {tiles, sizeof...(r)};
 }
 
-const Tiles& tiles_of(int kind) {
-  constexpr auto all = std::make_index_sequence<kTileRows>();
-  static constexpr Tiles float32 = float_tiles<Float32Dot>(all);
-  static constexpr Tiles bfloat16 = float_tiles<Bfloat16Dot>(all);
-  static constexpr Tiles int8 = byte_tiles<Int8>(all);
-  static constexpr Tiles q8_0 = byte_tiles<Q8_0>(all);
-  static constexpr Tiles q4_0 = byte_tiles<Q4_0>(all);
-  static constexpr Tiles q4_1 = byte_tiles<Q4_1>(all);
+Tiles tiles_of(int kind) {
+  constexpr auto float_rows = std::make_index_sequence<kTileRows>();
+  constexpr auto byte_rows = std::make_index_sequence<kByteTileRows>();
   switch (kind) {
-    case KVR_FLOAT32: return float32;
-    case KVR_BFLOAT16: return bfloat16;
-    case KVR_INT8: return int8;
-    case KVR_Q8_0: return q8_0;
-    case KVR_Q4_0: return q4_0;
-    default: return q4_1;
+    case KVR_FLOAT32: return float_tiles<Float32Dot>(float_rows);
+    case KVR_BFLOAT16: return float_tiles<Bfloat16Dot>(float_rows);
+    case KVR_INT8: return byte_tiles<Int8>(byte_rows);
+    case KVR_Q8_0: return byte_tiles<Q8_0>(byte_rows);
+    case KVR_Q4_0: return byte_tiles<Q4_0>(byte_rows);
+    default: return byte_tiles<Q4_1>(byte_rows);
   }
 }
 
@@ -56,11 +56,11 @@ template <class Epilogue>
 void multiply_all(Pool& pool, const KvrLinear& linear, const Activations& x, int rows,
                   int panels_per_unit, const Epilogue& epilogue) {
   if (rows == 0) return;
-  const Tiles& tiles = tiles_of(linear.kind);
+  const Tiles kind = tiles_of(linear.kind);
   const size_t bytes = panel_bytes(linear.kind, linear.inputs);
   const int panels = (linear.outputs + kPanelColumns - 1) / kPanelColumns;
   const int units = panels / panels_per_unit;
-  const int parts = (rows + kTileRows - 1) / kTileRows;
+  const int parts = (rows + kind.most_rows - 1) / kind.most_rows;
   const int grain = std::max(1, units / (pool.threads() * 8));
   pool.run(units, grain, [&](int first, int last, int) {
     alignas(64) float tile[kPieceColumns / 16 * kTileRows * kPanelColumns];
@@ -70,7 +70,7 @@ void multiply_all(Pool& pool, const KvrLinear& linear, const Activations& x, int
         for (int p = 0; p < panels_per_unit; p++) {
           const int panel = unit * panels_per_unit + p;
           float* out = tile + p * count * kPanelColumns;
-          tiles[count - 1](linear.panels + panel * bytes, x, row, out);
+          kind.tiles[count - 1](linear.panels + panel * bytes, x, row, out);
           const int column = panel * kPanelColumns;
           add_bias(linear, column, std::min(kPanelColumns, linear.outputs - column), count, out);
         }
@@ -81,27 +81,43 @@ void multiply_all(Pool& pool, const KvrLinear& linear, const Activations& x, int
   });
 }
 
+// A finished tile [count][32] to its place in y [rows][outputs], less the padding's columns.
+template <bool kAdd>
+void put_tile(const KvrLinear& linear, int panel, int row, int count, const float* tile, float* y) {
+  const int column = panel * kPanelColumns, columns = linear.outputs - column;
+  float* to = y + size_t(row) * linear.outputs + column;
+  for (int r = 0; r < count; r++, to += linear.outputs, tile += kPanelColumns) {
+    if (columns >= kPanelColumns) {
+      for (int c = 0; c < kPanelColumns; c += kLanes) {
+        store(to + c, kAdd ? load(to + c) + load(tile + c) : load(tile + c));
+      }
+    } else {
+      for (int c = 0; c < columns; c++) to[c] = kAdd ? to[c] + tile[c] : tile[c];
+    }
+  }
+}
+
+// silu(gate) * up of a panel's tile [count][16 gate, 16 up] to rows kPieceColumns apart.
+template <int kDegree>
+void gate_tile(const float* tile, int count, float* to) {
+  for (int r = 0; r < count; r++, tile += kPanelColumns, to += kPieceColumns) {
+    for (int i = 0; i < 16; i += kLanes) {
+      store(to + i, silu<kDegree>(load(tile + i)) * load(tile + 16 + i));
+    }
+  }
+}
+
 }  // namespace
 
 void linear_store(Pool& pool, const KvrLinear& linear, const Activations& x, int rows, float* y) {
   multiply_all(pool, linear, x, rows, 1, [&](int panel, int row, int count, const float* tile) {
-    const int column = panel * kPanelColumns;
-    const size_t columns = std::min(kPanelColumns, linear.outputs - column);
-    for (int r = 0; r < count; r++) {
-      std::memcpy(y + size_t(row + r) * linear.outputs + column, tile + r * kPanelColumns,
-                  columns * sizeof(float));
-    }
+    put_tile<false>(linear, panel, row, count, tile, y);
   });
 }
 
 void linear_add(Pool& pool, const KvrLinear& linear, const Activations& x, int rows, float* y) {
   multiply_all(pool, linear, x, rows, 1, [&](int panel, int row, int count, const float* tile) {
-    const int column = panel * kPanelColumns;
-    const int columns = std::min(kPanelColumns, linear.outputs - column);
-    for (int r = 0; r < count; r++) {
-      float* to = y + size_t(row + r) * linear.outputs + column;
-      for (int c = 0; c < columns; c++) to[c] += tile[r * kPanelColumns + c];
-    }
+    put_tile<true>(linear, panel, row, count, tile, y);
   });
 }
 
@@ -109,35 +125,34 @@ void linear_swiglu(Pool& pool, const KvrLinear& gate_up, const Activations& x, i
                    const Activations& y) {
   // Every panel yields 16 columns; a unit of panels fills one group of y.
   const int panels = y.piece() / 16;
-  multiply_all(pool, gate_up, x, rows, panels, [&](int unit, int row, int count,
-                                                   const float* tile) {
-    alignas(64) float piece[kPieceColumns];
-    for (int r = 0; r < count; r++) {
-      for (int p = 0; p < panels; p++) {
-        const float* gate = tile + (p * count + r) * kPanelColumns;
-        for (int i = 0; i < 16; i += kLanes) {
-          store(piece + p * 16 + i, silu(load(gate + i)) * load(gate + 16 + i));
-        }
-      }
-      y.write_piece(row + r, unit * y.piece(), piece);
-    }
-  });
+  const auto gate = y.kind == KVR_FLOAT32 ? gate_tile<6> : gate_tile<4>;
+  multiply_all(pool, gate_up, x, rows, panels,
+               [&](int unit, int row, int count, const float* tile) {
+                 alignas(64) float pieces[kTileRows][kPieceColumns];
+                 for (int p = 0; p < panels; p++) {
+                   gate(tile + p * count * kPanelColumns, count, pieces[0] + p * 16);
+                 }
+                 for (int r = 0; r < count; r++) {
+                   y.write_piece(row + r, unit * y.piece(), pieces[r]);
+                 }
+               });
 }
 
 size_t activation_bytes(const KvrLinear& linear, int rows) {
   const Activations end = activations_at(nullptr, linear, rows);
   const size_t groups = group_of(linear.kind) == 0 ? 0 : linear.inputs / group_of(linear.kind);
-  return reinterpret_cast<uintptr_t>(end.offsets) + Scratch::padded(rows * groups * 4);
+  return reinterpret_cast<uintptr_t>(end.offsets) + Scratch::padded(end.rows * groups * 4);
 }
 
 Activations activations_at(uint8_t* room, const KvrLinear& linear, int rows) {
   const int group = group_of(linear.kind);
+  rows = row_distance(group, rows);
   const size_t elements = size_t(rows) * linear.inputs, groups = group == 0 ? 0 : elements / group;
   const uintptr_t values = reinterpret_cast<uintptr_t>(room);
   const uintptr_t scales =
       values + Scratch::padded(elements * Activations::element_bytes(linear.kind));
   const uintptr_t offsets = scales + Scratch::padded(groups * 4);
-  return {linear.kind, linear.inputs, room, reinterpret_cast<float*>(scales),
+  return {linear.kind, linear.inputs, rows, room, reinterpret_cast<float*>(scales),
           reinterpret_cast<int32_t*>(offsets)};
 }
 

@@ -6,8 +6,6 @@
 namespace kvr {
 namespace {
 
-constexpr int kLargestHeadDim = 256;
-
 // y: x with every pair (d, d + half) turned by the position's angle.
 void rotate(const float* x, const float* cosines, const float* sines, int half, float* y) {
   for (int d = 0; d < half; d++) {

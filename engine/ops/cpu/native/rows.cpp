@@ -7,9 +7,13 @@
 namespace kvr {
 
 void rms_norm(const float* x, const float* weight, int size, float eps, float* y) {
-  Floats squares = zeros();
-  for (int i = 0; i < size; i += kLanes) squares = squares + load(x + i) * load(x + i);
-  const Floats scale = splat(1.0f / std::sqrt(sum(squares) / float(size) + eps));
+  // Two sums, so that one addition need not wait for the last.
+  Floats even = zeros(), odd = zeros();
+  for (int i = 0; i < size; i += 2 * kLanes) {
+    even = even + load(x + i) * load(x + i);
+    odd = odd + load(x + i + kLanes) * load(x + i + kLanes);
+  }
+  const Floats scale = splat(1.0f / std::sqrt(sum(even + odd) / float(size) + eps));
   for (int i = 0; i < size; i += kLanes) store(y + i, load(x + i) * scale * load(weight + i));
 }
 

@@ -5,7 +5,7 @@
 
 namespace kvr {
 
-// y = x / sqrt(mean(x^2) + eps) * weight; size is a multiple of 16. y may be x.
+// y = x / sqrt(mean(x^2) + eps) * weight; size is a multiple of 32. y may be x.
 void rms_norm(const float* x, const float* weight, int size, float eps, float* y);
 
 // The embedding of one token, as float32.

@@ -105,8 +105,10 @@ KVR_INLINE Floats exp2(Floats x) {
 }
 
 // x * sigmoid(x). The bound keeps 2^-x finite; below it the result is zero to 1e-35.
+template <int kDegree>
 KVR_INLINE Floats silu(Floats x) {
-  return x / (splat(1.0f) + exp2<6>(maximum(x, splat(-87.0f)) * splat(-1.44269504f)));
+  const Floats exponent = maximum(x, splat(-87.0f)) * splat(-1.44269504f);
+  return x * reciprocal(splat(1.0f) + exp2<kDegree>(exponent));
 }
 
 }  // namespace kvr

@@ -7,6 +7,7 @@ namespace kvr {
 
 constexpr int kTileVectors = 2;  // half a panel: 16 registers hold no more
 constexpr int kTileRows = 4;
+constexpr int kByteTileRows = 2;
 
 KVR_INLINE Floats splat(float x) { return (Floats)_mm256_set1_ps(x); }
 KVR_INLINE Ints splat(int32_t x) { return (Ints)_mm256_set1_epi32(x); }
@@ -36,6 +37,7 @@ KVR_INLINE Floats times_power_of_two(Floats p, Floats exponent) {
   const Ints bits = as_ints(p) + (round_to_ints(exponent) << 23);
   return as_floats(bits & (Ints)(exponent >= splat(-126.0f)));
 }
+KVR_INLINE Floats reciprocal(Floats v) { return splat(1.0f) / v; }
 KVR_INLINE Floats first_lanes(int count, Floats v, Floats other) {
   const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7};
   return (Floats)_mm256_blendv_ps((__m256)other, (__m256)v, (__m256)(lane < splat(count)));

@@ -12,9 +12,11 @@ namespace kvr {
 #if defined(__ARM_NEON)
 constexpr int kTileVectors = 4;  // 32 registers: 6 rows of half a panel
 constexpr int kTileRows = 6;
+constexpr int kByteTileRows = 3;
 #else
 constexpr int kTileVectors = 2;
 constexpr int kTileRows = 4;
+constexpr int kByteTileRows = 2;
 #endif
 
 KVR_INLINE Floats splat(float x) { return Floats{x, x, x, x}; }
@@ -41,6 +43,7 @@ KVR_INLINE Floats times_power_of_two(Floats p, Floats exponent) {
   const Ints bits = as_ints(p) + (round_to_ints(maximum(exponent, splat(-127.0f))) << 23);
   return as_floats(bits & (Ints)(exponent >= splat(-126.0f)));
 }
+KVR_INLINE Floats reciprocal(Floats v) { return splat(1.0f) / v; }
 KVR_INLINE Floats first_lanes(int count, Floats v, Floats other) {
   return select((Ints)(Ints{0, 1, 2, 3} < splat(count)), v, other);
 }

@@ -65,72 +65,85 @@ void float_tile(const uint8_t* panel, const Activations& x, int row, float* out)
   }
 }
 
-// Integer sums of one group: sums[R][C] += q[R rows] * block.
+// Integer sums of one group: sums[R][C] += q[R rows][group] * block.
 template <class Kind, int R, int C>
 KVR_INLINE void multiply_group(Ints (&sums)[R][C], const uint8_t* block, int column,
-                               const int8_t* q, size_t row_stride) {
+                               const int8_t* q) {
   constexpr int kQuads = Kind::kGroup / 4 / (Kind::kNibbles ? 2 : 1);
   const uint8_t* quads = block + Kind::kValues + column * 4;
-  const Ints low_half = splat(int32_t(0x0f0f0f0f));
+  const int32_t* x = reinterpret_cast<const int32_t*>(q);
+  constexpr int kRow = Kind::kGroup / 4;
   KVR_UNROLL for (int j = 0; j < kQuads; j++) {
     Ints w[C];
     KVR_UNROLL for (int c = 0; c < C; c++) {
       w[c] = load_bits(quads + j * kPanelColumns * 4 + c * kVectorBytes);
     }
     if (Kind::kNibbles) {
+      const Ints low_half = splat(int32_t(0x0f0f0f0f));
       Ints high[C];
       KVR_UNROLL for (int c = 0; c < C; c++) {
         high[c] = (w[c] >> 4) & low_half;
         w[c] = w[c] & low_half;
       }
       KVR_UNROLL for (int r = 0; r < R; r++) {
-        const int8_t* x = q + r * row_stride + j * 4;
-        const Ints first = splat(*reinterpret_cast<const int32_t*>(x));
-        const Ints second = splat(*reinterpret_cast<const int32_t*>(x + 16));
+        const Ints first = splat(x[r * kRow + j]), second = splat(x[r * kRow + j + kQuads]);
         KVR_UNROLL for (int c = 0; c < C; c++) {
           sums[r][c] = dot_nibbles(dot_nibbles(sums[r][c], w[c], first), high[c], second);
         }
       }
     } else {
       KVR_UNROLL for (int r = 0; r < R; r++) {
-        const Ints x = splat(*reinterpret_cast<const int32_t*>(q + r * row_stride + j * 4));
-        KVR_UNROLL for (int c = 0; c < C; c++) sums[r][c] = dot_bytes(sums[r][c], w[c], x);
+        const Ints four = splat(x[r * kRow + j]);
+        KVR_UNROLL for (int c = 0; c < C; c++) sums[r][c] = dot_bytes(sums[r][c], w[c], four);
       }
     }
   }
 }
 
-// As float_tile. The float sums live in `out`, in L1: the integer ones need the registers.
+// As float_tile.
 template <class Kind, int R>
 void byte_tile(const uint8_t* panel, const Activations& x, int row, float* out) {
   constexpr int C = kTileVectors;
-  const int groups = x.inputs / Kind::kGroup;
-  const size_t first_group = size_t(row) * groups;
+  const int groups = x.inputs / Kind::kGroup, rows = x.rows;
+  const int8_t* values = reinterpret_cast<const int8_t*>(x.values);
+  const float* row_scales = x.scales;
+  const int32_t* offsets = x.offsets;
   for (int column = 0; column < kPanelColumns; column += C * kLanes) {
-    const int8_t* q = reinterpret_cast<const int8_t*>(x.values) + size_t(row) * x.inputs;
     const uint8_t* block = panel;
-    for (int g = 0; g < groups; g++, block += Kind::kBlockBytes, q += Kind::kGroup) {
-      KVR_UNROLL for (int i = 0; i < Kind::kBlockBytes; i += 64) {
-        if (column == 0) prefetch(block + kPrefetchBytes + i);
+    size_t at = row;
+    Floats acc[R][C];
+    clear(acc);
+    for (int g = 0; g < groups; g++, block += Kind::kBlockBytes, at += rows) {
+      if (column == 0) {
+        KVR_UNROLL for (int i = 0; i < Kind::kBlockBytes; i += 64) {
+          prefetch(block + kPrefetchBytes + i);
+        }
       }
-      const float* scales = x.scales + first_group + g;
-      const int32_t* offsets = x.offsets + first_group + g;
       Ints sums[R][C];
       KVR_UNROLL for (int r = 0; r < R; r++) {
-        const Ints start = splat(Kind::kMinima ? 0 : offsets[r * groups]);
+        const Ints start = splat(Kind::kMinima ? kIntegerFloat : offsets[at + r]);
         KVR_UNROLL for (int c = 0; c < C; c++) sums[r][c] = start;
       }
-      multiply_group<Kind, R, C>(sums, block, column, q, x.inputs);
+      multiply_group<Kind, R, C>(sums, block, column,
+                                 values + at * Kind::kGroup);
+      Floats scales[C], minima[C];
       KVR_UNROLL for (int c = 0; c < C; c++) {
-        const Floats scale = Kind::scales(block, column + c * kLanes);
-        const Floats minimum = Kind::kMinima ? Kind::minimum(block, column + c * kLanes) : scale;
-        KVR_UNROLL for (int r = 0; r < R; r++) {
-          float* to = out + r * kPanelColumns + column + c * kLanes;
-          Floats total = g == 0 ? zeros() : load(to);
-          total = total + to_floats(sums[r][c]) * (scale * splat(scales[r * groups]));
-          if (Kind::kMinima) total = total + minimum * as_floats(splat(offsets[r * groups]));
-          store(to, total);
+        scales[c] = Kind::scales(block, column + c * kLanes);
+        minima[c] = Kind::kMinima ? Kind::minimum(block, column + c * kLanes) : scales[c];
+      }
+      KVR_UNROLL for (int r = 0; r < R; r++) {
+        const Floats row_scale = splat(row_scales[at + r]);
+        const Floats weighted = as_floats(splat(offsets[at + r]));  // Q4_1: scale * sum(q)
+        KVR_UNROLL for (int c = 0; c < C; c++) {
+          const Floats integer = as_floats(sums[r][c]) - as_floats(splat(kIntegerFloat));
+          acc[r][c] = acc[r][c] + integer * (scales[c] * row_scale);
+          if (Kind::kMinima) acc[r][c] = acc[r][c] + minima[c] * weighted;
         }
+      }
+    }
+    KVR_UNROLL for (int r = 0; r < R; r++) {
+      KVR_UNROLL for (int c = 0; c < C; c++) {
+        store(out + r * kPanelColumns + column + c * kLanes, acc[r][c]);
       }
     }
   }
