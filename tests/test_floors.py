@@ -38,6 +38,8 @@ FLOORS = {
     "engine.admission": (0, "engine"),
     "engine.roster": (0, "engine"),
     "engine.order": (0, "engine"),
+    "engine.pace": (0, "engine"),
+    "engine.recipe": (0, "engine"),
     "engine.kv.pool": (0, "engine"),
     "engine.kv.prefix": (0, "engine"),
     "engine.kv.manager": (0, "engine"),

@@ -7,6 +7,7 @@ Knows matrices, not models. Called by ``native_model`` and by tests.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ INT8_GROUP = 64
 GGUF_GROUP = 32
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+T = TypeVar("T", bound=np.generic)
 
 _BLOCK_KINDS = {"Q8_0": bindings.Q8_0, "Q4_0": bindings.Q4_0, "Q4_1": bindings.Q4_1}
 _STORED_BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
@@ -101,9 +103,7 @@ def pack_blocks(blocks: RawBlocks, out: Bytes) -> None:
         _pack_nibbles([scales, _halves(stored, 2)], stored[..., 4:], out)
 
 
-def interleave_gate_up(
-    gate: npt.NDArray[np.generic], up: npt.NDArray[np.generic]
-) -> npt.NDArray[np.generic]:
+def interleave_gate_up(gate: npt.NDArray[T], up: npt.NDArray[T]) -> npt.NDArray[T]:
     """Rows of both so that every panel holds 16 gate rows and the 16 up rows they multiply."""
     rows, width = gate.shape
     pairs = np.stack([gate.reshape(-1, 16, width), up.reshape(-1, 16, width)], axis=1)
@@ -145,7 +145,7 @@ def _pack_lanes(weight: npt.NDArray[np.generic], out: Bytes) -> None:
 def _pack_bytes(scales: npt.NDArray[np.generic], values: npt.NDArray[np.int8], out: Bytes) -> None:
     """Groups of [32] scales and quads [group / 4][32][4] of value + 128."""
     blocks = _blocks(scales, out)
-    quads = _quads((values.view(np.uint8) ^ 0x80))
+    quads = _quads(np.bitwise_xor(values.view(np.uint8), np.uint8(0x80)))
     _put(blocks, [scales], quads)
 
 

@@ -5,7 +5,7 @@ anything is computed. Called by ``native_model``.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ PREFETCHED_BYTES = 16384
 HEAD_DIM_STEP, LARGEST_HEAD_DIM = 16, 256
 INPUT_STEP = 32
 Array = npt.NDArray[np.generic]
+T = TypeVar("T", bound=np.generic)
 
 
 class WeightSource(Protocol):
@@ -130,7 +131,7 @@ class PackedWeights:
         out = self._arena.take(plan.num_bytes)
         if self._recipe == "file" and plan.kind != bindings.BFLOAT16:
             blocks = [self._source.raw(name) for name in plan.names]
-            parts: list[Array] = [part.data for part in blocks if part is not None]
+            parts = [part.data for part in blocks if part is not None]
             type_name = bindings.KIND_NAMES[plan.kind]
             pack.pack_blocks(pack.RawBlocks(type_name, _stacked(parts, plan)), out)
         else:
@@ -156,7 +157,7 @@ class PackedWeights:
         return self.keep(np.ascontiguousarray(self._bfloat16(name))), bindings.BFLOAT16
 
 
-def _stacked(parts: list[Array], plan: MatrixPlan) -> Array:
+def _stacked(parts: list[npt.NDArray[T]], plan: MatrixPlan) -> npt.NDArray[T]:
     if plan.interleaved:
         return pack.interleave_gate_up(*parts)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
