@@ -16,7 +16,7 @@ from kvtransfer.errors import (
     HandoffRefused,
     LinkLost,
 )
-from kvtransfer.handoff.frames import Frame
+from kvtransfer.handoff.frames import Frame, Refuse
 from kvtransfer.handoff.ledger import Record
 from kvtransfer.handoff.table import HandoffState
 from kvtransfer.transports.interface import ControlStream
@@ -25,8 +25,8 @@ from protos import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-FLUSH_S = 1.0
-"""At shutdown, how long last words may take to be written."""
+LAST_WORD_S = 1.0
+"""When a connection ends, how long what is queued may take to be written."""
 
 
 class WatchedRecord(Record, Protocol):
@@ -100,12 +100,9 @@ class Outbox:
             await stream.send(frame_to_proto(frame))
             self._frames.task_done()
 
-    async def flush(self) -> None:
-        """Wait, a little, until everything queued is written."""
-        try:
-            await asyncio.wait_for(self._frames.join(), FLUSH_S)
-        except TimeoutError:
-            logger.info("last control frames were not written within %g s", FLUSH_S)
+    async def written(self) -> None:
+        """Returns when everything queued is written."""
+        await self._frames.join()
 
 
 async def converse(
@@ -113,25 +110,40 @@ async def converse(
     outbox: Outbox,
     on_frame: Callable[[Frame], None],
     broken: "asyncio.Future[str]",
-) -> str:
-    """Run a control stream both ways until it ends; why it ended.
+    on_end: Callable[[str], None],
+) -> None:
+    """Run a control stream both ways until it ends; ``on_end`` learns why, at once.
 
-    ``broken`` ends it from the side: the data stream beside it broke, or we shut down.
+    ``broken`` ends it from the side: the data stream beside it broke, or we shut down. The peer
+    is told why, after all that was said before, should it still listen.
     """
-    tasks = [
-        asyncio.create_task(_listen(stream, on_frame)),
-        asyncio.create_task(outbox.run(stream)),
-    ]
+    listener = asyncio.create_task(_listen(stream, on_frame))
+    writer = asyncio.create_task(outbox.run(stream))
     try:
-        ends: list[asyncio.Future[Any]] = [*tasks, broken]
+        ends: list[asyncio.Future[Any]] = [listener, writer, broken]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        reason = broken.result() if broken.done() else _reason(listener, writer)
+        on_end(reason)
+        outbox.post(Refuse(b"", reason))
+        written = asyncio.create_task(outbox.written())
+        await asyncio.wait(
+            [writer, written], timeout=LAST_WORD_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        written.cancel()
     finally:
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    if broken.done():
-        return broken.result()
-    return _reason(results)
+        listener.cancel()
+        writer.cancel()
+        await asyncio.gather(listener, writer, return_exceptions=True)
+
+
+def _reason(*ended: "asyncio.Task[None]") -> str:
+    """Why the first of these tasks ended. Raises what is no lost link and no bad frame: a bug."""
+    for task in ended:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            if isinstance(error, LinkLost | BadFrame):
+                return str(error)
+            raise error
+    return "the peer ended the connection"
 
 
 async def _listen(stream: ControlStream, on_frame: Callable[[Frame], None]) -> None:
@@ -141,19 +153,9 @@ async def _listen(stream: ControlStream, on_frame: Callable[[Frame], None]) -> N
 
 
 def check_not_refused(message: pb.ControlFrame) -> None:
-    """Raises LinkLost when the peer refuses the whole stream."""
+    """Raises LinkLost when the peer ends the whole stream, saying why."""
     if message.WhichOneof("frame") == "refuse" and not message.refuse.handoff_id:
-        raise LinkLost(f"the peer refused the connection: {message.refuse.reason}")
-
-
-def _reason(results: list[BaseException | None]) -> str:
-    for result in results:
-        if isinstance(result, LinkLost | BadFrame):
-            return str(result)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return "the peer ended the connection"
+        raise LinkLost(f"the peer refused it: {message.refuse.reason}")
 
 
 class TaskSet:

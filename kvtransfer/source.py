@@ -14,7 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from kvtransfer.conversation import Outbox, TaskSet, Watched, check_not_refused, converse
+from kvtransfer.conversation import (
+    LAST_WORD_S,
+    Outbox,
+    TaskSet,
+    Watched,
+    check_not_refused,
+    converse,
+)
 from kvtransfer.errors import BadFrame, KvTransferError, LinkLost
 from kvtransfer.handoff.frames import First, Frame, Offer, Send, Span
 from kvtransfer.handoff.records import SourceRecord
@@ -181,6 +188,7 @@ class _Peer:
         self.sending = asyncio.Lock()
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.link: Link | None = None
+        self.task: asyncio.Task[None] | None = None
 
 
 class KvSource:
@@ -265,7 +273,10 @@ class KvSource:
             handoff.cancel("the source shuts down")
         await asyncio.gather(*(handoff.drained() for handoff in handoffs))
         peers = list(self._peers_by_key.values())
-        await asyncio.gather(*(peer.outbox.flush() for peer in peers if peer.link is not None))
+        for peer in peers:
+            self.lose_peer(peer, "the source shuts down")
+        if peers:
+            await asyncio.wait([peer.task for peer in peers if peer.task], timeout=LAST_WORD_S)
         await self._tasks.cancel()
 
     # Called by the handoffs
@@ -295,7 +306,7 @@ class KvSource:
             peer = _Peer(key, address, target_instance_id)
             self._peers[address, target_instance_id] = peer
             self._peers_by_key[key] = peer
-            self._tasks.start(self._run_peer(peer))
+            peer.task = self._tasks.start(self._run_peer(peer))
         return peer
 
     async def _run_peer(self, peer: _Peer) -> None:
@@ -304,8 +315,12 @@ class KvSource:
             async with asyncio.timeout(CONNECT_S):
                 await self._open(peer)
             assert peer.link is not None
-            reason = await converse(
-                peer.link, peer.outbox, lambda frame: self._on_frame(peer, frame), peer.broken
+            await converse(
+                peer.link,
+                peer.outbox,
+                lambda frame: self._on_frame(peer, frame),
+                peer.broken,
+                lambda reason: self.lose_peer(peer, reason),
             )
         except TimeoutError:
             reason = f"no answer within {CONNECT_S:g} s"

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import count
 
-from kvtransfer.conversation import Outbox, TaskSet, Watched, converse
+from kvtransfer.conversation import LAST_WORD_S, Outbox, TaskSet, Watched, converse
 from kvtransfer.errors import BadFrame, KvTransferError, LinkLost
 from kvtransfer.handoff.frames import First, Frame, Offer, Refuse, Send
 from kvtransfer.handoff.records import TargetRecord
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 HELLO_S = 5.0
 """A stream that does not say Hello in this time is ended."""
-LAST_WORD_S = 1.0
 
 
 class TargetHandoff:
@@ -129,6 +128,7 @@ class _Session:
         self.source_instance_id = source_instance_id
         self.outbox = Outbox()
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.Event()
 
 
 class KvTarget:
@@ -192,9 +192,10 @@ class KvTarget:
             self.cancel(handoff_id, "the target shuts down")
         await asyncio.gather(*(handoff.drained() for handoff in list(self._handoffs.values())))
         sessions = list(self._sessions_by_key.values())
-        await asyncio.gather(*(session.outbox.flush() for session in sessions))
         for session in sessions:
             self._lose(session, "the target shuts down")
+        for session in sessions:
+            await session.ended.wait()
         await self._tasks.cancel()
 
     # The server half: transports bring streams
@@ -210,17 +211,17 @@ class KvTarget:
         except BadFrame as error:
             await _refuse_stream(stream, str(error))
             return
-        reason = "the connection ended"
         try:
-            reason = await converse(
+            await converse(
                 stream,
                 session.outbox,
                 lambda frame: self._on_frame(session, frame),
                 session.broken,
+                lambda reason: self._lose(session, reason),
             )
         finally:
-            self._lose(session, reason)
-        await _refuse_stream(stream, reason)
+            self._lose(session, "the connection ended")
+            session.ended.set()
 
     async def serve_data(self, source_instance_id: str, messages: AsyncIterator[bytes]) -> None:
         """A source's data stream; lives and dies with its control stream.

@@ -108,7 +108,7 @@ async def test_a_mismatch_is_told_over_the_socket() -> None:
     async with serving(target) as address:
         source = make_source(FakeMemory(), RemoteConnector(), digest="another")
         sending = source.offer(new_id(), address, "target-a", "r1", 4, [], [0])
-        with pytest.raises(HandoffFailed, match="refused the connection: model_digest"):
+        with pytest.raises(HandoffFailed, match="the peer refused it: model_digest"):
             await sending.granted()
         with pytest.raises(HandoffFailed, match="target_instance_id"):
             await source.offer(new_id(), address, "target-b", "r1", 4, [], [0]).granted()
