@@ -17,7 +17,9 @@ class Arena:
     """One allocation, given out front to back: what is read in turn lies in turn."""
 
     def __init__(self, num_bytes: int) -> None:
-        memory = mmap.mmap(-1, max(num_bytes, 1) + HUGE_PAGE)
+        # Shared memory, Python's default, gets no huge pages.
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, max(num_bytes, 1) + HUGE_PAGE, flags=private)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(memory, np.uint8)

@@ -8,7 +8,12 @@
 namespace kvr {
 namespace {
 
-using Tile = void (*)(const uint8_t* panel, const Activations& x, int row, float* out);
+// With few rows the weights' way from memory is what counts, and every tile fetches some; with many
+// the first tile's fetching is enough.
+constexpr int kPartsThatFetch = 4;
+
+using Tile = void (*)(const uint8_t* panel, const Activations& x, int row, bool fetch,
+                      float* out);
 
 // tiles[r] is the tile of r + 1 rows.
 struct Tiles {
@@ -30,13 +35,14 @@ Tiles byte_tiles(std::index_sequence<r...>) {
 Tiles tiles_of(int kind) {
   constexpr auto float_rows = std::make_index_sequence<kTileRows>();
   constexpr auto byte_rows = std::make_index_sequence<kByteTileRows>();
+  constexpr auto nibble_rows = std::make_index_sequence<kNibbleTileRows>();
   switch (kind) {
     case KVR_FLOAT32: return float_tiles<Float32Dot>(float_rows);
     case KVR_BFLOAT16: return float_tiles<Bfloat16Dot>(float_rows);
     case KVR_INT8: return byte_tiles<Int8>(byte_rows);
     case KVR_Q8_0: return byte_tiles<Q8_0>(byte_rows);
-    case KVR_Q4_0: return byte_tiles<Q4_0>(byte_rows);
-    default: return byte_tiles<Q4_1>(byte_rows);
+    case KVR_Q4_0: return byte_tiles<Q4_0>(nibble_rows);
+    default: return byte_tiles<Q4_1>(nibble_rows);
   }
 }
 
@@ -67,10 +73,11 @@ void multiply_all(Pool& pool, const KvrLinear& linear, const Activations& x, int
     for (int unit = first; unit < last; unit++) {
       for (int part = 0, row = 0; part < parts; part++) {
         const int count = rows / parts + (part < rows % parts ? 1 : 0);
+        const bool fetch = part == 0 || parts <= kPartsThatFetch;
         for (int p = 0; p < panels_per_unit; p++) {
           const int panel = unit * panels_per_unit + p;
           float* out = tile + p * count * kPanelColumns;
-          kind.tiles[count - 1](linear.panels + panel * bytes, x, row, out);
+          kind.tiles[count - 1](linear.panels + panel * bytes, x, row, fetch, out);
           const int column = panel * kPanelColumns;
           add_bias(linear, column, std::min(kPanelColumns, linear.outputs - column), count, out);
         }

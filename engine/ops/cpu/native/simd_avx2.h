@@ -8,6 +8,7 @@ namespace kvr {
 constexpr int kTileVectors = 2;  // half a panel: 16 registers hold no more
 constexpr int kTileRows = 4;
 constexpr int kByteTileRows = 2;
+constexpr int kNibbleTileRows = 2;
 
 KVR_INLINE Floats splat(float x) { return (Floats)_mm256_set1_ps(x); }
 KVR_INLINE Ints splat(int32_t x) { return (Ints)_mm256_set1_epi32(x); }

@@ -7,7 +7,8 @@ namespace kvr {
 
 constexpr int kTileVectors = 2;  // a register tile is two vectors = one panel of 32 columns wide
 constexpr int kTileRows = 12;    // 24 of the 32 registers accumulate
-constexpr int kByteTileRows = 6;  // 12 accumulate integers, 12 floats
+constexpr int kByteTileRows = 8;  // 16 accumulate integers, 16 floats
+constexpr int kNibbleTileRows = 6;  // two registers more hold the other nibbles
 
 KVR_INLINE Floats splat(float x) { return (Floats)_mm512_set1_ps(x); }
 KVR_INLINE Ints splat(int32_t x) { return (Ints)_mm512_set1_epi32(x); }

@@ -13,10 +13,12 @@ namespace kvr {
 constexpr int kTileVectors = 4;  // 32 registers: 6 rows of half a panel
 constexpr int kTileRows = 6;
 constexpr int kByteTileRows = 3;
+constexpr int kNibbleTileRows = 3;
 #else
 constexpr int kTileVectors = 2;
 constexpr int kTileRows = 4;
 constexpr int kByteTileRows = 2;
+constexpr int kNibbleTileRows = 2;
 #endif
 
 KVR_INLINE Floats splat(float x) { return Floats{x, x, x, x}; }

@@ -9,10 +9,11 @@
 
 namespace kvr {
 
-// Ahead of the loads by more than the memory latency; panels follow each other in memory.
-constexpr int kPrefetchBytes = 8192;
-
 KVR_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// Ahead of the loads by more than the memory latency. Panels follow each other in memory, so the
+// last rows that pass a panel fetch the beginning of the next one.
+constexpr int kPrefetchBytes = 8192;
 
 // acc[R][C] += a[R rows] * b[C vectors], over `steps` 32-bit lanes of the inputs.
 // a: rows `row_stride` lanes apart. b[c]: vectors `step_stride` lanes apart. next[c]: what to
@@ -41,9 +42,9 @@ KVR_INLINE void clear(Floats (&acc)[R][C]) {
   }
 }
 
-// out [R][32] = activations[row .. row + R) * panel.
+// out [R][32] = activations[row .. row + R) * panel. `fetch`: prefetch weights meanwhile.
 template <class Dot, int R>
-void float_tile(const uint8_t* panel, const Activations& x, int row, float* out) {
+void float_tile(const uint8_t* panel, const Activations& x, int row, bool fetch, float* out) {
   constexpr int C = kTileVectors;
   const int steps = x.inputs / Dot::kPerLane;
   const int32_t* a = reinterpret_cast<const int32_t*>(x.values) + size_t(row) * steps;
@@ -52,7 +53,7 @@ void float_tile(const uint8_t* panel, const Activations& x, int row, float* out)
     const int32_t* next[C];
     for (int c = 0; c < C; c++) {
       b[c] = reinterpret_cast<const int32_t*>(panel) + column + c * kLanes;
-      next[c] = b[c] + kPrefetchBytes / 4;
+      next[c] = b[c] + (fetch ? kPrefetchBytes / 4 : 0);
     }
     Floats acc[R][C];
     clear(acc);
@@ -102,7 +103,7 @@ KVR_INLINE void multiply_group(Ints (&sums)[R][C], const uint8_t* block, int col
 
 // As float_tile.
 template <class Kind, int R>
-void byte_tile(const uint8_t* panel, const Activations& x, int row, float* out) {
+void byte_tile(const uint8_t* panel, const Activations& x, int row, bool fetch, float* out) {
   constexpr int C = kTileVectors;
   const int groups = x.inputs / Kind::kGroup, rows = x.rows;
   const int8_t* values = reinterpret_cast<const int8_t*>(x.values);
@@ -114,7 +115,7 @@ void byte_tile(const uint8_t* panel, const Activations& x, int row, float* out) 
     Floats acc[R][C];
     clear(acc);
     for (int g = 0; g < groups; g++, block += Kind::kBlockBytes, at += rows) {
-      if (column == 0) {
+      if (fetch && column == 0) {
         KVR_UNROLL for (int i = 0; i < Kind::kBlockBytes; i += 64) {
           prefetch(block + kPrefetchBytes + i);
         }
