@@ -19,9 +19,9 @@ from kvtransfer.errors import (
 from kvtransfer.handoff.frames import Frame, Refuse
 from kvtransfer.handoff.ledger import Record
 from kvtransfer.handoff.table import HandoffState
+from kvtransfer.handshake import check_not_refused
 from kvtransfer.transports.interface import ControlStream
 from kvtransfer.wire import frame_from_proto, frame_to_proto
-from protos import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -150,12 +150,6 @@ async def _listen(stream: ControlStream, on_frame: Callable[[Frame], None]) -> N
     while (message := await stream.receive()) is not None:
         check_not_refused(message)
         on_frame(frame_from_proto(message))
-
-
-def check_not_refused(message: pb.ControlFrame) -> None:
-    """Raises LinkLost when the peer ends the whole stream, saying why."""
-    if message.WhichOneof("frame") == "refuse" and not message.refuse.handoff_id:
-        raise LinkLost(f"the peer refused it: {message.refuse.reason}")
 
 
 class TaskSet:

@@ -14,31 +14,22 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from kvtransfer.conversation import (
-    LAST_WORD_S,
-    Outbox,
-    TaskSet,
-    Watched,
-    check_not_refused,
-    converse,
-)
-from kvtransfer.errors import BadFrame, KvTransferError, LinkLost
+from kvtransfer.conversation import LAST_WORD_S, Outbox, TaskSet, Watched, converse
+from kvtransfer.errors import KvTransferError, LinkLost
 from kvtransfer.handoff.frames import First, Frame, Offer, Send, Span
 from kvtransfer.handoff.records import SourceRecord
 from kvtransfer.handoff.source import Action, SourceMachine
 from kvtransfer.handoff.table import HandoffState
+from kvtransfer.handshake import Identity, dial
 from kvtransfer.layout import KvLayout
 from kvtransfer.memory import KvMemory, regions
 from kvtransfer.readiness import Readiness
 from kvtransfer.stats import BusyTime, EndpointStats, HandoffStats
 from kvtransfer.sweep import sweep
 from kvtransfer.transports.interface import Connect, Link
-from kvtransfer.wire import check_hello, encode_data, hello, max_blocks_per_frame
+from kvtransfer.wire import encode_data, max_blocks_per_frame
 
 logger = logging.getLogger(__name__)
-
-CONNECT_S = 4.0
-"""Dialling and Hello together; shorter than a lease, so that the reason is told."""
 
 _SENDING = (HandoffState.GRANTED, HandoffState.SENDING)
 
@@ -206,8 +197,7 @@ class KvSource:
         self.layout = layout
         self.clock = clock
         self.machine = SourceMachine(layout)
-        self._instance_id = instance_id
-        self._model_digest = model_digest
+        self._identity = Identity(instance_id, model_digest, layout)
         self._memory = memory
         self._connect = connect
         self._max_blocks = max_blocks_per_frame(layout)
@@ -238,6 +228,8 @@ class KvSource:
         """
         if self._is_closed:
             raise KvTransferError("this source is shut down")
+        if num_tokens < 1:
+            raise KvTransferError("there is nothing to hand over: no tokens")
         num_blocks = self.layout.num_blocks_for(num_tokens)
         if len(block_table) < num_blocks:
             raise KvTransferError(f"{num_tokens} tokens need {num_blocks} blocks")
@@ -312,9 +304,9 @@ class KvSource:
     async def _run_peer(self, peer: _Peer) -> None:
         reason = "the connection ended"
         try:
-            async with asyncio.timeout(CONNECT_S):
-                await self._open(peer)
-            assert peer.link is not None
+            peer.link = await dial(
+                self._connect, self._identity, peer.address, peer.target_instance_id
+            )
             await converse(
                 peer.link,
                 peer.outbox,
@@ -322,26 +314,12 @@ class KvSource:
                 peer.broken,
                 lambda reason: self.lose_peer(peer, reason),
             )
-        except TimeoutError:
-            reason = f"no answer within {CONNECT_S:g} s"
-        except (LinkLost, BadFrame) as error:
+        except LinkLost as error:
             reason = str(error)
         finally:
             self.lose_peer(peer, reason)
             if peer.link is not None:
                 await peer.link.close()
-
-    async def _open(self, peer: _Peer) -> None:
-        target_id = peer.target_instance_id
-        peer.link = await self._connect(peer.address, self._instance_id, target_id)
-        ours = hello(self._instance_id, target_id, self._model_digest, self.layout)
-        await peer.link.send(ours)
-        answer = await peer.link.receive()
-        if answer is None:
-            raise LinkLost("the target hung up before its Hello")
-        check_not_refused(answer)
-        if (difference := check_hello(ours, answer)) is not None:
-            raise LinkLost(f"the target does not match: {difference}")
 
     def _on_frame(self, peer: _Peer, frame: Frame) -> None:
         self._act(self.machine.on_frame(peer.key, frame, self.clock()))

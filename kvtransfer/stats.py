@@ -43,10 +43,10 @@ class BusyTime:
         self._intervals: list[tuple[float, float]] = []
 
     def add(self, begin_s: float, end_s: float) -> None:
-        """Busy from ``begin_s`` to ``end_s``; intervals come in the order they begin."""
-        if self._intervals and begin_s <= self._intervals[-1][1]:
+        """Busy from ``begin_s`` to ``end_s``; intervals come roughly in order."""
+        while self._intervals and begin_s <= self._intervals[-1][1]:
             first, last = self._intervals.pop()
-            begin_s, end_s = first, max(last, end_s)
+            begin_s, end_s = min(first, begin_s), max(last, end_s)
         self._intervals.append((begin_s, end_s))
 
     def total_s(self) -> float:

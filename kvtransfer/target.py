@@ -15,23 +15,21 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import count
 
-from kvtransfer.conversation import LAST_WORD_S, Outbox, TaskSet, Watched, converse
+from kvtransfer.conversation import Outbox, TaskSet, Watched, converse
 from kvtransfer.errors import BadFrame, KvTransferError, LinkLost
-from kvtransfer.handoff.frames import First, Frame, Offer, Refuse, Send
+from kvtransfer.handoff.frames import First, Frame, Offer, Send
 from kvtransfer.handoff.records import TargetRecord
 from kvtransfer.handoff.table import HandoffState
 from kvtransfer.handoff.target import Action, TargetMachine
+from kvtransfer.handshake import Identity, hear_hello
 from kvtransfer.layout import KvLayout
 from kvtransfer.memory import KvMemory, regions
 from kvtransfer.stats import EndpointStats
 from kvtransfer.sweep import sweep
 from kvtransfer.transports.interface import ControlStream
-from kvtransfer.wire import check_hello, decode_data, frame_to_proto, hello
+from kvtransfer.wire import decode_data
 
 logger = logging.getLogger(__name__)
-
-HELLO_S = 5.0
-"""A stream that does not say Hello in this time is ended."""
 
 
 class TargetHandoff:
@@ -145,8 +143,7 @@ class KvTarget:
         self.layout = layout
         self.clock = clock
         self.machine = TargetMachine(layout)
-        self._instance_id = instance_id
-        self._model_digest = model_digest
+        self._identity = Identity(instance_id, model_digest, layout)
         self._memory = memory
         self._handoffs: dict[bytes, TargetHandoff] = {}
         self._sessions: dict[str, _Session] = {}  # by source instance id
@@ -204,14 +201,15 @@ class KvTarget:
         """A source dialled: check its Hello, then talk until either stream breaks."""
         self._start_sweep()
         try:
-            session = await self._greet(stream)
-        except (LinkLost, TimeoutError) as error:
-            logger.info("a source did not get past its Hello: %s", error or "no Hello in time")
+            source_id, ours = await hear_hello(stream, self._identity)
+        except LinkLost as error:
+            logger.info("a source did not get past its Hello: %s", error)
             return
-        except BadFrame as error:
-            await _refuse_stream(stream, str(error))
+        if self._is_closed:
             return
+        session = self._admit(source_id)
         try:
+            await stream.send(ours)
             await converse(
                 stream,
                 session.outbox,
@@ -219,6 +217,8 @@ class KvTarget:
                 session.broken,
                 lambda reason: self._lose(session, reason),
             )
+        except LinkLost as error:
+            logger.info("a source was gone before our Hello: %s", error)
         finally:
             self._lose(session, "the connection ended")
             session.ended.set()
@@ -246,22 +246,15 @@ class KvTarget:
 
     # Inside
 
-    async def _greet(self, stream: ControlStream) -> _Session:
-        theirs = await asyncio.wait_for(stream.receive(), HELLO_S)
-        if theirs is None:
-            raise LinkLost("the source hung up before its Hello")
-        source_id = theirs.hello.source_instance_id
-        ours = hello(source_id, self._instance_id, self._model_digest, self.layout)
-        if (difference := check_hello(ours, theirs)) is not None:
-            raise BadFrame(difference)
-        if self._is_closed:
-            raise BadFrame("this target is shut down")
-        if (old := self._sessions.get(source_id)) is not None:
+    def _admit(self, source_instance_id: str) -> _Session:
+        """A new connection; one that the same process had before is over."""
+        old = self._sessions.get(source_instance_id)
+        if old is not None:
             self._lose(old, "the source connected anew")
-        session = _Session(f"{source_id}#{next(self._session_numbers)}", source_id)
-        self._sessions[source_id] = session
-        self._sessions_by_key[session.key] = session
-        await stream.send(ours)
+        key = f"{source_instance_id}#{next(self._session_numbers)}"
+        session = _Session(key, source_instance_id)
+        self._sessions[source_instance_id] = session
+        self._sessions_by_key[key] = session
         return session
 
     def _land(self, session: _Session, message: bytes) -> None:
@@ -327,12 +320,3 @@ class KvTarget:
                 handoff.update(record)
                 if record.drained:
                     del self._handoffs[record.handoff_id]
-
-
-async def _refuse_stream(stream: ControlStream, reason: str) -> None:
-    """Tell the source why its stream ends, if it still listens."""
-    try:
-        async with asyncio.timeout(LAST_WORD_S):
-            await stream.send(frame_to_proto(Refuse(b"", reason)))
-    except (LinkLost, TimeoutError):
-        logger.debug("the source was gone before it could be told: %s", reason)

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from kvtransfer.errors import KvTransferError
 from kvtransfer.handoff.frames import (
+    HANDOFF_ID_BYTES,
     MAX_TOMBSTONES,
     TOMBSTONE_S,
     Cancel,
@@ -75,8 +76,12 @@ class Ledger(Generic[R]):
         """A new handoff.
 
         Raises:
-            KvTransferError: its id is in use; ids are random per attempt.
+            KvTransferError: its id is in use, or no id; ids are random per attempt.
         """
+        if len(record.handoff_id) != HANDOFF_ID_BYTES:
+            raise KvTransferError(
+                f"a handoff id has {HANDOFF_ID_BYTES} bytes, not {len(record.handoff_id)}"
+            )
         if record.handoff_id in self.live:
             raise KvTransferError(f"handoff {record.handoff_id.hex()} is already running here")
         self.live[record.handoff_id] = record

@@ -73,7 +73,7 @@ async def test_a_silent_target_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
             while await stream.receive() is not None:
                 pass
 
-    monkeypatch.setattr("kvtransfer.source.CONNECT_S", 0.05)
+    monkeypatch.setattr("kvtransfer.handshake.HELLO_S", 0.05)
     pair = make_pair()
     pair.network.targets["silent:1"] = Silent()  # type: ignore[assignment]
     sending = pair.source.offer(new_id(), "silent:1", "t", "r1", TOKENS, [], SOURCE_BLOCKS)
