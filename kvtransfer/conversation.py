@@ -6,7 +6,7 @@ Knows streams and records, decides nothing.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvtransfer.errors import (
     BadFrame,
@@ -29,14 +29,7 @@ LAST_WORD_S = 1.0
 """When a connection ends, how long what is queued may take to be written."""
 
 
-class WatchedRecord(Record, Protocol):
-    """A record whose waiters learn when it stopped."""
-
-    @property
-    def stopped(self) -> bool: ...
-
-
-R = TypeVar("R", bound=WatchedRecord)
+R = TypeVar("R", bound=Record)
 
 
 class Watched(Generic[R]):
@@ -75,7 +68,7 @@ class Watched(Generic[R]):
             await self._moved.wait()
 
 
-def _error(record: WatchedRecord) -> HandoffError:
+def _error(record: Record) -> HandoffError:
     if record.refused:
         return HandoffRefused(record.reason)
     if record.state is HandoffState.FAILED:

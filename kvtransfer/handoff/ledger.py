@@ -18,6 +18,7 @@ from kvtransfer.handoff.frames import (
     Landed,
     Offer,
     Refuse,
+    Renew,
     Send,
     Sent,
 )
@@ -30,13 +31,18 @@ class Record(Protocol):
     @property
     def handoff_id(self) -> bytes: ...
     @property
+    def peer(self) -> str | None: ...
+    @property
     def state(self) -> HandoffState: ...
     @property
     def reason(self) -> str: ...
     @property
     def refused(self) -> bool: ...
     @property
+    def stopped(self) -> bool: ...
+    @property
     def drained(self) -> bool: ...
+    def heard(self, now: float) -> Self: ...
 
 
 R = TypeVar("R", bound=Record)
@@ -111,6 +117,27 @@ class Ledger(Generic[R]):
             if now - self.tombstones[oldest].buried_s < TOMBSTONE_S:
                 return
             del self.tombstones[oldest]
+
+    def renewals(self) -> list[Send]:
+        """One RENEW for each connection: everything on it that is alive here."""
+        by_peer: dict[str, list[bytes]] = {}
+        for record in self.live.values():
+            if record.peer is not None and not record.stopped:
+                by_peer.setdefault(record.peer, []).append(record.handoff_id)
+        return [Send(peer, Renew(tuple(ids))) for peer, ids in by_peer.items()]
+
+    def renew(self, peer: str, frame: Renew, now: float) -> list[Send]:
+        """A peer renewed its handoffs; it is told of those that failed or were cancelled here."""
+        answers: list[Send] = []
+        for handoff_id in frame.handoff_ids:
+            record = self.live.get(handoff_id)
+            if record is None:
+                answers += self.answer_dead(peer, handoff_id)
+            elif record.peer == peer:
+                self.live[handoff_id] = record.heard(now)
+            else:
+                self.refuse("foreign")
+        return answers
 
     def answer_late(self, peer: str, frame: HandoffFrame) -> list[Send]:
         """What to say to a frame whose handoff is not live here: nothing, or how it ended.

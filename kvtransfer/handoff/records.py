@@ -3,7 +3,8 @@
 Written by ``handoff.source`` and ``handoff.target``; read by the shells and by the exploration.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from kvtransfer.handoff.frames import First, Offer, Sent
 from kvtransfer.handoff.table import STOPPED, TERMINAL, HandoffState
@@ -46,6 +47,10 @@ class SourceRecord:
         """Its blocks will not be read any more: they may be freed."""
         return self.state in TERMINAL and self.num_reads == 0
 
+    def heard(self, now: float) -> Self:
+        """The target lives, and believes in it."""
+        return replace(self, heard_s=now)
+
 
 @dataclass(frozen=True, slots=True)
 class TargetRecord:
@@ -87,3 +92,7 @@ class TargetRecord:
     def drained(self) -> bool:
         """Its blocks will not be written any more."""
         return self.state in TERMINAL and self.num_writes == 0
+
+    def heard(self, now: float) -> Self:
+        """The source lives, and believes in it."""
+        return replace(self, heard_s=now)

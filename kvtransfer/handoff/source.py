@@ -141,7 +141,7 @@ class SourceMachine:
                 actions.append(Send(record.peer, self._question(record)))
         if now - self._renewed_s >= RENEW_S:
             self._renewed_s = now
-            actions += self._renewals()
+            actions += self.ledger.renewals()
         self.ledger.sweep(now)
         return actions
 
@@ -150,7 +150,7 @@ class SourceMachine:
     def on_frame(self, peer: str, frame: Frame, now: float) -> list[Action]:
         """A control frame came over ``peer``."""
         if isinstance(frame, Renew):
-            return self._renewed(peer, frame, now)
+            return list(self.ledger.renew(peer, frame, now))
         record = self.ledger.live.get(frame.handoff_id)
         if record is None:
             if isinstance(frame, Cancel) and frame.handoff_id not in self.ledger.tombstones:
@@ -163,7 +163,7 @@ class SourceMachine:
         if record.stopped:
             self.ledger.refuse("late")
             return []
-        return self._apply(replace(record, heard_s=now), frame, now)
+        return self._apply(record.heard(now), frame, now)
 
     def _apply(self, record: SourceRecord, frame: HandoffFrame, now: float) -> list[Action]:
         match frame, record.state:
@@ -199,18 +199,6 @@ class SourceMachine:
             cursors=(self._layout.num_blocks_for(held),) * self._layout.num_layers,
         )
         return self._settle(record, now)
-
-    def _renewed(self, peer: str, frame: Renew, now: float) -> list[Action]:
-        actions: list[Action] = []
-        for handoff_id in frame.handoff_ids:
-            record = self.ledger.live.get(handoff_id)
-            if record is None:
-                actions += self.ledger.answer_dead(peer, handoff_id)
-            elif record.peer == peer:
-                self.ledger.live[handoff_id] = replace(record, heard_s=now)
-            else:
-                self.ledger.refuse("foreign")
-        return actions
 
     # Inside
 
@@ -261,10 +249,3 @@ class SourceMachine:
             return record.offer
         assert record.first is not None, "SENT implies a first token"
         return Sent(record.handoff_id, record.num_frames, record.num_bytes, record.first)
-
-    def _renewals(self) -> list[Send]:
-        by_peer: dict[str, list[bytes]] = {}
-        for record in self.ledger.live.values():
-            if not record.stopped:
-                by_peer.setdefault(record.peer, []).append(record.handoff_id)
-        return [Send(peer, Renew(tuple(ids))) for peer, ids in by_peer.items()]

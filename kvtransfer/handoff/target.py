@@ -213,7 +213,7 @@ class TargetMachine:
     def on_frame(self, peer: str, frame: Frame, now: float) -> list[Action]:
         """A control frame came over ``peer``."""
         if isinstance(frame, Renew):
-            return self._renewed(peer, frame, now)
+            return list(self.ledger.renew(peer, frame, now))
         record = self.ledger.live.get(frame.handoff_id)
         if record is None:
             return self._on_unknown(peer, frame, now)
@@ -225,7 +225,7 @@ class TargetMachine:
         if record.stopped:
             self.ledger.refuse("late")
             return []
-        return self._apply(peer, replace(record, heard_s=now), frame, now)
+        return self._apply(peer, record.heard(now), frame, now)
 
     def _on_unknown(self, peer: str, frame: HandoffFrame, now: float) -> list[Action]:
         known = frame.handoff_id in self.ledger.tombstones
@@ -280,18 +280,6 @@ class TargetMachine:
             return [Send(peer, Grant(record.handoff_id, record.num_held_tokens))]
         return [Send(peer, Wait(record.handoff_id))] if record.waiting else []
 
-    def _renewed(self, peer: str, frame: Renew, now: float) -> list[Action]:
-        actions: list[Action] = []
-        for handoff_id in frame.handoff_ids:
-            record = self.ledger.live.get(handoff_id)
-            if record is None:
-                actions += self.ledger.answer_dead(peer, handoff_id)
-            elif record.peer == peer:
-                self.ledger.live[handoff_id] = replace(record, heard_s=now)
-            else:
-                self.ledger.refuse("foreign")
-        return actions
-
     # Time
 
     def tick(self, now: float) -> list[Action]:
@@ -302,23 +290,13 @@ class TargetMachine:
                 continue
             if record.request_id is None and now - record.born_s >= HALF_S:
                 actions += self._refuse(record, "no request expects this handoff", now)
-            elif (reason := self._overdue(record, now)) is not None:
+            elif (reason := overdue(record, now)) is not None:
                 actions += self._stop(record, _E.FAIL, reason, now)
         if now - self._renewed_s >= RENEW_S:
             self._renewed_s = now
-            actions += self._renewals()
+            actions += self.ledger.renewals()
         self.ledger.sweep(now)
         return actions
-
-    def _overdue(self, record: TargetRecord, now: float) -> str | None:
-        if record.offer is None:
-            late = now - record.born_s >= HALF_S
-            return f"no offer came for {HALF_S:g} s" if late else None
-        if now - record.heard_s >= LEASE_S:
-            return f"the source was silent for {LEASE_S:g} s"
-        if record.sent is not None and now - record.progress_s >= STALL_S:
-            return f"bytes are missing and none came for {STALL_S:g} s"
-        return None
 
     # Inside
 
@@ -375,9 +353,13 @@ class TargetMachine:
     def _after(self, record: TargetRecord, event: HandoffEvent) -> HandoffState:
         return advance(Role.TARGET, record.state, event)
 
-    def _renewals(self) -> list[Send]:
-        by_peer: dict[str, list[bytes]] = {}
-        for record in self.ledger.live.values():
-            if record.peer is not None and not record.stopped:
-                by_peer.setdefault(record.peer, []).append(record.handoff_id)
-        return [Send(peer, Renew(tuple(ids))) for peer, ids in by_peer.items()]
+
+def overdue(record: TargetRecord, now: float) -> str | None:
+    """Why this handoff has waited too long; None: it has not."""
+    if record.offer is None:
+        return f"no offer came for {HALF_S:g} s" if now - record.born_s >= HALF_S else None
+    if now - record.heard_s >= LEASE_S:
+        return f"the source was silent for {LEASE_S:g} s"
+    if record.sent is not None and now - record.progress_s >= STALL_S:
+        return f"bytes are missing and none came for {STALL_S:g} s"
+    return None
