@@ -207,7 +207,7 @@ async def test_one_half_alone_fails_in_bounded_time(pair: Pair) -> None:
 
 async def test_abort_on_either_leg_frees_both(pair: Pair) -> None:
     for leg in (pair.prefill_leg, pair.decode_leg):
-        request_id = await pair.start(prompt(1500), max_tokens=400)
+        request_id = await pair.start(prompt(300), max_tokens=1700)
         await asyncio.sleep(0.03)
         await leg.say(abort=wire.StopWork(request_id=request_id))
         if leg is pair.prefill_leg:
@@ -217,7 +217,7 @@ async def test_abort_on_either_leg_frees_both(pair: Pair) -> None:
 
 
 async def test_a_broken_stream_aborts_what_came_over_it(pair: Pair) -> None:
-    await pair.start(prompt(1500), max_tokens=400)
+    await pair.start(prompt(300), max_tokens=1700)
     await asyncio.sleep(0.03)
     await pair.decode_leg.close()
     await pair.nothing_held()
