@@ -14,6 +14,8 @@ from services.router.membership import HEARTBEAT_INTERVAL_S, Instance, InstanceV
 from services.runtime.errors import InvalidArgument, ServiceError
 from services.runtime.settings import Role
 
+CONNECT_WAIT_S = 1.5
+"""Shorter than instances wait for the answer to Register."""
 _LOAD_FIELDS = tuple(Load.__slots__)
 _LAYOUT_FIELDS = tuple(KvLayout.__slots__)
 
@@ -31,6 +33,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             self._fleet.register(_instance(request), _load(request.load))
         except ServiceError as error:
             await context.abort(error.codes.grpc, str(error))
+        # An instance that says it is ready must be one that requests can be placed on.
+        await self._fleet.connected(request.instance_id, CONNECT_WAIT_S)
         return cluster_pb2.RegisterResponse(heartbeat_interval_s=HEARTBEAT_INTERVAL_S)
 
     async def Heartbeat(

@@ -41,6 +41,7 @@ class Fleet(Component):
         self._on_change = on_change
         self._clock = clock
         self._links: dict[str, Link] = {}
+        self._connecting: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self._stopped = False
@@ -76,8 +77,15 @@ class Fleet(Component):
             self._drop(other_id, Unavailable("the instance was restarted"))
         if not known:
             self._say("registered", instance)
-            self._spawn(self._connect(instance))
+            instance_id = instance.instance_id
+            task = self._connecting[instance_id] = self._spawn(self._connect(instance))
+            task.add_done_callback(lambda _: self._connecting.pop(instance_id, None))
         self._changed()
+
+    async def connected(self, instance_id: str, timeout_s: float) -> None:
+        """Wait, at most so long, until the stream to a registered instance is open or given up."""
+        if (task := self._connecting.get(instance_id)) is not None:
+            await asyncio.wait({task}, timeout=timeout_s)
 
     def heartbeat(self, instance_id: str, load: Load) -> bool:
         """Take a sign of life; False: unknown, it should register again."""
