@@ -1,12 +1,13 @@
 """The engine on one thread against the machine's limits: ``python -m benchmarks.cpu [MODEL]``.
 
-Limits are measured in the same run: multiply-adds of a large bfloat16 matmul, bytes of a large
-matrix-vector product. Prefill counts every operation, attention included; decode counts every
+Limits are measured in the same run: multiply-adds of a large bfloat16 matmul, bytes of a sum over
+huge pages. Prefill counts every operation, attention included; decode counts every
 byte of weights and KV. KV is filled first: untouched pages are one page of zeros and flatter.
 Prints Markdown. Use a quiet machine and pin it: ``OMP_NUM_THREADS=1 taskset -c 0``.
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from engine.kv.cache import PagedKvCache
 from engine.loaders.open import open_model
 from engine.models.choose import choose
 from engine.models.on_native import FileWeights
+from engine.ops.cpu.memory import Arena
 from engine.ops.cpu.native_model import NativeLlama, SequenceRows
 
 PREFILL_TOKENS = (128, 512, 1900)
@@ -25,7 +27,7 @@ DECODE_BATCHES = (1, 8, 16, 32)
 DECODE_CONTEXTS = (128, 150, 1024, 4096)
 BLOCK_SIZE = 16
 ROUNDS = 5
-MATMUL_SIZE = 2048
+MATMUL_SIZES = (1024, 2048, 4096)
 READ_BYTES = 1 << 29
 
 
@@ -42,15 +44,19 @@ def best_s(work: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 def matmul_flops() -> float:
     """Floating-point operations a second of a large bfloat16 matmul."""
-    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * MATMUL_SIZE**3 / best_s(lambda: a @ b)
+    rates = []
+    for size in MATMUL_SIZES:
+        a, b = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
+        rates.append(2 * size**3 / best_s(functools.partial(torch.matmul, a, b)))
+    return max(rates)
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that one matrix-vector product reads."""
-    matrix = torch.ones(READ_BYTES // 4 // 4096, 4096)
-    vector = torch.ones(4096)
-    return READ_BYTES / best_s(lambda: matrix @ vector)
+    """Bytes a second that a sum over huge pages reads."""
+    memory = Arena(READ_BYTES).take(READ_BYTES)
+    memory[:] = 1
+    numbers = torch.from_numpy(memory).view(torch.float32)
+    return READ_BYTES / best_s(numbers.sum)
 
 
 def layer_params(config: ModelConfig) -> int:

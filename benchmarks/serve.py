@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 WORDS = (Path(__file__).parent / "data" / "prose.txt").read_text("utf-8").split()
 TOKENS_PER_WORD = 1.25
+SHORTEST_TOKENS, LONGEST_TOKENS = 32, 1500
 
 
 @dataclass(slots=True)
@@ -160,11 +161,11 @@ async def waves(server: Server, options: argparse.Namespace) -> None:
 async def mixed(server: Server, options: argparse.Namespace) -> None:
     """Latencies under Poisson arrivals of mixed prompts."""
     dice = random.Random(options.seed)
+    lengths = log_uniform(options.requests, dice)
     loop_s, at_s = time.perf_counter(), 0.0
     tasks = []
-    for _ in range(options.requests):
-        length = math.exp(dice.uniform(math.log(32), math.log(1500)))
-        prompt = make_prompt(int(length), dice)
+    for length in lengths:
+        prompt = make_prompt(length, dice)
         scheduled_s = loop_s + at_s
         await asyncio.sleep(max(0.0, scheduled_s - time.perf_counter()))
         tasks.append(
@@ -181,6 +182,14 @@ async def mixed(server: Server, options: argparse.Namespace) -> None:
     print("| --- | --- | --- |")
     ttft = " / ".join(f"{percentile(ttfts, p) * 1e3:.0f}" for p in (50, 99))
     print(f"| {len(good) / elapsed_s:.2f} | {ttft} | {_gaps(good)} |")
+
+
+def log_uniform(count: int, dice: random.Random) -> list[int]:
+    """Prompt lengths in random order; the same ones, evenly spread, for every seed and rate."""
+    low, high = math.log(SHORTEST_TOKENS), math.log(LONGEST_TOKENS)
+    lengths = [int(math.exp(low + (high - low) * (i + 0.5) / count)) for i in range(count)]
+    dice.shuffle(lengths)
+    return lengths
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
