@@ -162,16 +162,16 @@ async def mixed(server: Server, options: argparse.Namespace) -> None:
     """Latencies under Poisson arrivals of mixed prompts."""
     dice = random.Random(options.seed)
     lengths = log_uniform(options.requests, dice)
-    loop_s, at_s = time.perf_counter(), 0.0
+    arrivals = poisson(options.requests, options.rate, dice)
+    loop_s = time.perf_counter()
     tasks = []
-    for length in lengths:
+    for length, at_s in zip(lengths, arrivals, strict=True):
         prompt = make_prompt(length, dice)
         scheduled_s = loop_s + at_s
         await asyncio.sleep(max(0.0, scheduled_s - time.perf_counter()))
         tasks.append(
             asyncio.create_task(server.complete(prompt, options.output_tokens, scheduled_s))
         )
-        at_s += dice.expovariate(options.rate) if math.isfinite(options.rate) else 0.0
     answers = await asyncio.gather(*tasks)
     good = _good(answers)
     elapsed_s = max(a.token_times_s[-1] for a in good) - loop_s
@@ -190,6 +190,12 @@ def log_uniform(count: int, dice: random.Random) -> list[int]:
     lengths = [int(math.exp(low + (high - low) * (i + 0.5) / count)) for i in range(count)]
     dice.shuffle(lengths)
     return lengths
+
+
+def poisson(count: int, rate: float, dice: random.Random) -> list[float]:
+    """Arrival times of a Poisson process, scaled so that the mean rate is exactly ``rate``."""
+    times = list(itertools.accumulate(dice.expovariate(1.0) for _ in range(count)))
+    return [t * (count / rate) / times[-1] for t in times]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
