@@ -91,20 +91,21 @@ class Engine:
         self._dirty = False
         self._stopping = False
         self._bug: Exception | None = None
+        self._running_step: int | None = None
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def join_thread(self) -> None:
-        """Wait until the step thread has ended.
-
-        Raises:
-            Exception: the bug that ended it: without its engine the process is of no use.
-        """
-        self._thread.join()
+    def raise_bug(self) -> None:
+        """Raises: Exception: the bug that ended the step thread; without it nothing is computed."""
         if self._bug is not None:
             raise self._bug
+
+    @property
+    def step_in_flight(self) -> int | None:
+        """The number of the step that is running now."""
+        return self._running_step
 
     def stop(self) -> None:
         """Idempotent. Returns when the running step has ended; what is queued stays unanswered."""
@@ -201,6 +202,7 @@ class Engine:
         def on_layer(layer: int) -> None:
             self._listener.layer_written(plan, layer)
 
+        self._running_step = plan.step
         started_s = self._clock()
         try:
             wanted = self._listener.wants_layers(plan)
@@ -208,6 +210,8 @@ class Engine:
         except Exception as error:
             self._give_up(plan, error)
             return
+        finally:
+            self._running_step = None
         ended_s = self._clock()
         num_decode, num_prefill = plan.num_decode_tokens, plan.num_prefill_tokens
         record = StepRecord(num_decode, num_prefill, ended_s - started_s)

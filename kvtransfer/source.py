@@ -210,6 +210,14 @@ class KvSource:
         self._is_closed = False
         self._num_bytes = 0
 
+    def announce(self, handoff_id: bytes, target_address: str, target_instance_id: str) -> None:
+        """An offer will come, when its turn has come: the target keeps waiting for it.
+
+        Call ``offer`` or ``cancel`` in the end.
+        """
+        self._start_sweep()
+        self.machine.announce(self._peer(target_address, target_instance_id).key, handoff_id)
+
     def offer(
         self,
         handoff_id: bytes,
@@ -234,9 +242,7 @@ class KvSource:
         if len(block_table) < num_blocks:
             raise KvTransferError(f"{num_tokens} tokens need {num_blocks} blocks")
         offer = Offer(handoff_id, request_id, num_tokens, tuple(block_hashes))
-        if not self._is_sweeping:
-            self._is_sweeping = True
-            self._tasks.start(sweep(self.clock, lambda now: self._act(self.machine.tick(now))))
+        self._start_sweep()
         peer = self._peer(target_address, target_instance_id)
         actions = self.machine.offer(peer.key, offer, self.clock())
         record = next(a.record for a in actions if not isinstance(a, Send))
@@ -290,6 +296,11 @@ class KvSource:
         self._act(self.machine.lose_peer(peer.key, reason, self.clock()))
 
     # Inside
+
+    def _start_sweep(self) -> None:
+        if not self._is_sweeping:
+            self._is_sweeping = True
+            self._tasks.start(sweep(self.clock, lambda now: self._act(self.machine.tick(now))))
 
     def _peer(self, address: str, target_instance_id: str) -> _Peer:
         peer = self._peers.get((address, target_instance_id))

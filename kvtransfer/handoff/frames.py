@@ -11,7 +11,7 @@ HANDOFF_ID_BYTES = 16
 LEASE_S = 5.0
 """A live handoff fails when nothing was heard of it for this long."""
 HALF_S = 5.0
-"""An offer without its request, or a request without its offer, fails after this long."""
+"""An offer without its request, or a request without its offer or news of it, fails after this."""
 STALL_S = 5.0
 """All is SENT, but bytes are missing and none have come for this long: they are lost."""
 RENEW_S = 1.0

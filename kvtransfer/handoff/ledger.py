@@ -133,7 +133,8 @@ class Ledger(Generic[R]):
             record = self.live.get(handoff_id)
             if record is None:
                 answers += self.answer_dead(peer, handoff_id)
-            elif record.peer == peer:
+            elif record.peer in (peer, None):
+                # A target that has no offer yet: the source says that one will come.
                 self.live[handoff_id] = record.heard(now)
             else:
                 self.refuse("foreign")

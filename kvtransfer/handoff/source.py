@@ -47,15 +47,22 @@ class SourceMachine:
     def __init__(self, layout: KvLayout) -> None:
         self._layout = layout
         self._renewed_s = 0.0
+        self._announced: dict[bytes, str] = {}
         self.ledger: Ledger[SourceRecord] = Ledger()
 
     def fork(self) -> Self:
         """An independent copy."""
         other = type(self)(self._layout)
+        other._announced = dict(self._announced)
         other.ledger = self.ledger.fork()
         return other
 
     # Local commands
+
+    def announce(self, peer: str, handoff_id: bytes) -> None:
+        """It will be offered, in its turn: until then it is renewed, so the target waits."""
+        if handoff_id not in self.ledger.tombstones:
+            self._announced[handoff_id] = peer
 
     def offer(self, peer: str, offer: Offer, now: float) -> list[Action]:
         """Begin a handoff; one that was cancelled before it began ends at once.
@@ -63,6 +70,7 @@ class SourceMachine:
         Raises:
             KvTransferError: the id is in use.
         """
+        self._announced.pop(offer.handoff_id, None)
         record = SourceRecord(peer, offer, heard_s=now, asked_s=now)
         grave = self.ledger.tombstones.get(offer.handoff_id)
         if grave is not None:
@@ -116,10 +124,12 @@ class SourceMachine:
             return self._stop(record, _E.CANCEL, reason, now)
         if handoff_id not in self.ledger.tombstones:
             self.ledger.bury(handoff_id, _S.CANCELLED, reason, False, now)
-        return []
+        peer = self._announced.pop(handoff_id, None)
+        return [Send(peer, Cancel(handoff_id, reason))] if peer is not None else []
 
     def lose_peer(self, peer: str, reason: str, now: float) -> list[Action]:
-        """The connection broke: every live handoff on it fails."""
+        """The connection broke: every live handoff on it fails, announcements are over."""
+        self._announced = {i: other for i, other in self._announced.items() if other != peer}
         actions: list[Action] = []
         for record in list(self.ledger.live.values()):
             if record.peer == peer:
@@ -142,6 +152,7 @@ class SourceMachine:
         if now - self._renewed_s >= RENEW_S:
             self._renewed_s = now
             actions += self.ledger.renewals()
+            actions += self._announcements()
         self.ledger.sweep(now)
         return actions
 
@@ -154,6 +165,7 @@ class SourceMachine:
         record = self.ledger.live.get(frame.handoff_id)
         if record is None:
             if isinstance(frame, Cancel) and frame.handoff_id not in self.ledger.tombstones:
+                self._announced.pop(frame.handoff_id, None)
                 self.ledger.bury(frame.handoff_id, _S.CANCELLED, frame.reason, False, now)
                 return []
             return list(self.ledger.answer_late(peer, frame))
@@ -201,6 +213,13 @@ class SourceMachine:
         return self._settle(record, now)
 
     # Inside
+
+    def _announcements(self) -> list[Action]:
+        """One RENEW for each connection over which offers will come."""
+        by_peer: dict[str, list[bytes]] = {}
+        for handoff_id, peer in self._announced.items():
+            by_peer.setdefault(peer, []).append(handoff_id)
+        return [Send(peer, Renew(tuple(ids))) for peer, ids in by_peer.items()]
 
     def _readable_blocks(self, record: SourceRecord, num_tokens: int) -> int:
         """Blocks whose prompt tokens are all among the first ``num_tokens``."""

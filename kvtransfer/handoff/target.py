@@ -219,6 +219,9 @@ class TargetMachine:
             return self._on_unknown(peer, frame, now)
         if record.peer is None and isinstance(frame, Offer) and not record.stopped:
             return self._pair(replace(record, peer=peer, offer=frame, heard_s=now), now)
+        if record.peer is None and isinstance(frame, Cancel):
+            reason = f"cancelled by the source: {frame.reason}"
+            return self._stop(record, _E.CANCEL, reason, now)
         if record.peer != peer:
             self.ledger.refuse("foreign")
             return []
@@ -357,7 +360,8 @@ class TargetMachine:
 def overdue(record: TargetRecord, now: float) -> str | None:
     """Why this handoff has waited too long; None: it has not."""
     if record.offer is None:
-        return f"no offer came for {HALF_S:g} s" if now - record.born_s >= HALF_S else None
+        alone_s = now - record.heard_s
+        return f"no offer came for {HALF_S:g} s" if alone_s >= HALF_S else None
     if now - record.heard_s >= LEASE_S:
         return f"the source was silent for {LEASE_S:g} s"
     if record.sent is not None and now - record.progress_s >= STALL_S:

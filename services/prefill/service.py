@@ -3,7 +3,8 @@
 The life of a request here:
 
     1  start     StartPrefill arrives; the prompt is queued in the engine, ungranted
-    2  picked    the scheduler gives it blocks: OFFER goes to the decode instance
+    2  picked    the scheduler gives it blocks: OFFER goes to the decode instance, which has been
+                 told all along that one will come
     3  granted   the decode instance has blocks, too: from now on it may be computed
     4  layers    each layer of each chunk is on its way while the next one computes
     5  first     the first token is sampled and sent ahead of the KV still in flight
@@ -123,6 +124,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         self._port.subscribe(request.request_id, progress.on_event, on_layer)
         try:
             self._engine.submit(request, Purpose.SOURCE)
+            self._source.announce(start.handoff_id, start.target_address, start.target_instance_id)
             picked = await progress.picked
             picked_s = self._clock()
             handoff = self._offer(request, start, picked)
@@ -145,6 +147,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             )
         finally:
             self._port.unsubscribe(request.request_id)
+            self._source.cancel(start.handoff_id, "the prefill instance gave the request up")
             self._background.spawn(self._release(request.request_id, handoff))
 
     async def _send(
@@ -166,7 +169,6 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     async def _release(self, request_id: str, handoff: SourceHandoff | None) -> None:
         """Free the blocks once nothing reads them any more."""
         if handoff is not None:
-            handoff.cancel("the prefill instance gave the request up")
             await handoff.drained()
         self._engine.finish(request_id)
         self._port.notify_moved()

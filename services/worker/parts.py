@@ -18,6 +18,7 @@ from protos import worker_pb2_grpc
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
 from services.runtime.engine_port import EnginePort
+from services.runtime.errors import Internal
 from services.runtime.lifecycle import Component
 from services.runtime.metrics import WorkerMetrics
 from services.runtime.server import token_metadata
@@ -25,6 +26,9 @@ from services.runtime.settings import Role
 from services.worker.build import LoadedModel
 
 SNAPSHOT_S = 0.25
+LOOK_S = 1.0
+HANG_S = 10.0
+"""A step that takes so long will not end: the process does, and a new one takes its place."""
 
 
 class EngineThread(Component):
@@ -37,8 +41,19 @@ class EngineThread(Component):
         self._engine.start()
 
     async def watch(self) -> None:
-        """Raises: Exception: the bug that ended the step thread."""
-        await asyncio.to_thread(self._engine.join_thread)
+        """Raise when the step thread died, or hangs in one step.
+
+        Looks are counted instead of seconds: a process that was paused has not looked.
+        """
+        looks, seen = 0, None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._engine.raise_bug()
+            step = self._engine.step_in_flight
+            looks = looks + 1 if step is not None and step == seen else 0
+            seen = step
+            if looks * LOOK_S >= HANG_S:
+                raise Internal(f"the engine hangs: step {step} has not ended in {HANG_S:g} s")
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._engine.stop)

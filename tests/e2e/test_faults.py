@@ -188,3 +188,24 @@ def test_clients_that_vanish(own_cluster: Cluster) -> None:
         next(stream)
         channel.close()
     eventually(own_cluster.held_nothing, 2, "nothing held")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_queue_longer_than_any_timeout() -> None:
+    """Work that progresses ends by nothing but the client's deadline."""
+    options = ("--disaggregate-from", "0", "--dtype", "float32", "--kernels", "torch")
+    with serve("demo", *options, "--kv-cache-bytes", "512MiB") as running:
+
+        def ask(seed: int) -> float:
+            started_s = time.monotonic()
+            message = request(ids=ids(1900, seed), max_tokens=2, ignore_eos=True)
+            with running.client() as stub:
+                answer = collect(stub.Generate(message, timeout=120))
+            assert answer.finished is not None and answer.finished.timeline.prefill_instance
+            return time.monotonic() - started_s
+
+        with ThreadPoolExecutor(6) as pool:
+            longest_s = max(pool.map(ask, range(6)))
+        assert longest_s > 6, "the queue was too short to show anything"
+        eventually(running.held_nothing, 3, "nothing held")

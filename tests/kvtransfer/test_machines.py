@@ -325,3 +325,60 @@ def test_tombstones_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(30):
         duo.target.cancel(bytes([number]) * 16, "", 0.0)
     assert list(duo.target.ledger.tombstones) == [bytes([number]) * 16 for number in range(20, 30)]
+
+
+def test_an_announced_offer_is_waited_for_however_long_the_queue() -> None:
+    duo = Duo()
+    duo.source.announce(S, ID)
+    duo.take("target", duo.target.expect(ID, "r", 0.0))
+    for _ in range(30):
+        news, _ = duo.tick(1.0)
+        assert news == [Renew((ID,))]
+        duo.to_target(*news)
+    assert duo.state("target") is P.EXPECTED
+    said = duo.take("source", duo.source.offer(S, Offer(ID, "r", TOKENS), duo.now))
+    duo.to_target(*said)
+    duo.to_source(*duo.take("target", duo.target.grant(ID, (7, 8, 9), 0, duo.now)))
+    assert duo.state("source") is P.GRANTED
+    news, _ = duo.tick(1.0)
+    assert news == [Renew((ID,))], "renewed once, as what it is now"
+
+
+def test_a_source_that_goes_silent_about_an_announced_offer_ends_the_wait() -> None:
+    duo = Duo()
+    duo.source.announce(S, ID)
+    duo.take("target", duo.target.expect(ID, "r", 0.0))
+    news, _ = duo.tick(3.0)
+    duo.to_target(*news)
+    duo.tick(4.9)
+    assert duo.state("target") is P.EXPECTED
+    duo.tick(0.2)
+    assert duo.state("target") is P.FAILED
+    assert duo.reason("target") == "no offer came for 5 s"
+
+
+def test_an_announced_offer_may_be_called_off_by_either_side() -> None:
+    duo = Duo()
+    duo.source.announce(S, ID)
+    duo.take("target", duo.target.expect(ID, "r", 0.0))
+    duo.to_target(*duo.take("source", duo.source.cancel(ID, "client left", 0.0)))
+    assert duo.state("target") is P.CANCELLED
+    assert duo.tick(1.0)[0] == []
+
+    duo = Duo()
+    duo.source.announce(S, ID)
+    duo.take("target", duo.target.expect(ID, "r", 0.0))
+    duo.take("target", duo.target.cancel(ID, "client left", 0.0))
+    news, _ = duo.tick(1.0)
+    duo.to_source(*duo.to_target(*news))
+    assert duo.tick(1.0)[0] == []
+    duo.take("source", duo.source.offer(S, Offer(ID, "r", TOKENS), duo.now))
+    assert duo.state("source") is P.CANCELLED
+
+
+def test_announcements_end_with_their_connection() -> None:
+    duo = Duo()
+    duo.source.announce(S, ID)
+    duo.source.announce("other", OTHER)
+    duo.take("source", duo.source.lose_peer(S, "broke", 0.0))
+    assert duo.tick(1.0)[0] == [Renew((OTHER,))]

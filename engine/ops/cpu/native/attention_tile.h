@@ -13,6 +13,8 @@ namespace kvr {
 
 constexpr int kChunkPages = 16;
 constexpr int kChunkTokens = kChunkPages * kPageTokens;
+// Softmax passes over this many scores at a time, in independent sums.
+constexpr int kPassVectors = 4, kPassTokens = kPassVectors * kLanes;
 // Scores may be written up to one page past a chunk's end; also keeps rows off one cache set.
 constexpr int kScoreStride = kChunkTokens + 2 * kPageTokens;
 constexpr float kMasked = -1e30f;
@@ -35,10 +37,15 @@ struct RowStates {
   float* outputs;  // [rows][head_dim], not yet divided by the sum
 };
 
+// Vectors side by side: few rows leave registers for more, and each broadcast then serves more.
+constexpr int side_by_side(int rows) {
+  return rows * 3 <= kTileRows ? 2 * kTileVectors : kTileVectors;
+}
+
 // scores[R][pages * 16] = queries * keys.
 template <class Dot, int R>
 KVR_INLINE void score_pages(const Chunk& chunk, int pages, const int32_t* queries, float* scores) {
-  constexpr int C = kTileVectors, kPerPage = kPageTokens / kLanes;
+  constexpr int C = side_by_side(R), kPerPage = kPageTokens / kLanes;
   const int steps = chunk.head_dim / Dot::kPerLane, vectors = pages * kPerPage;
   for (int v = 0; v < vectors; v += C) {
     const int32_t* b[C];
@@ -67,29 +74,43 @@ KVR_INLINE void store_weights(Float32Dot, float* row, int at, Floats weights) {
   store(row + at, weights);
 }
 
-// Turns a row's scores into weights 2^(score - peak), in place. Positions from `visible` on are
-// masked. Returns the factor that the row's earlier sums and outputs shrink by.
+// Masks the scores from `visible` on, up to the end of the last of the passes below.
+KVR_INLINE void mask_scores(float* scores, int tokens, int visible) {
+  const int end = (tokens + kPassTokens - 1) / kPassTokens * kPassTokens;
+  for (int i = visible < 0 ? 0 : visible / kLanes * kLanes; i < end; i += kLanes) {
+    store(scores + i, first_lanes(visible - i, load(scores + i), splat(kMasked)));
+  }
+}
+
+// Turns a row's scores into weights 2^(score - peak), in place. Positions from `visible` on weigh
+// nothing. Returns the factor that the row's earlier sums and outputs shrink by.
 template <class Dot>
 KVR_INLINE float weigh_scores(float* scores, int tokens, int visible, float* peak, float* sum_) {
   constexpr int kDegree = Dot::kPerLane == 2 ? 4 : 6;
-  Floats most = splat(kMasked);
-  for (int i = 0; i < tokens; i += kLanes) {
-    if (visible < i + kLanes) {
-      store(scores + i, first_lanes(visible - i, load(scores + i), splat(kMasked)));
+  mask_scores(scores, tokens, visible < tokens ? visible : tokens);
+  Floats most[kPassVectors];
+  KVR_UNROLL for (int j = 0; j < kPassVectors; j++) most[j] = splat(kMasked);
+  for (int i = 0; i < tokens; i += kPassTokens) {
+    KVR_UNROLL for (int j = 0; j < kPassVectors; j++) {
+      most[j] = maximum(most[j], load(scores + i + j * kLanes));
     }
-    most = maximum(most, load(scores + i));
   }
-  const float before = *peak, now = largest(most) > before ? largest(most) : before;
+  const float chunk_peak = largest(maximum(maximum(most[0], most[1]), maximum(most[2], most[3])));
+  const float before = *peak, now = chunk_peak > before ? chunk_peak : before;
   const Floats now_lanes = splat(now);
-  Floats total = zeros();
-  for (int i = 0; i < tokens; i += kLanes) {
-    const Floats weights = exp2<kDegree>(load(scores + i) - now_lanes);
-    total = total + weights;
-    store_weights(Dot(), scores, i, weights);
+  Floats total[kPassVectors];
+  KVR_UNROLL for (int j = 0; j < kPassVectors; j++) total[j] = zeros();
+  for (int i = 0; i < tokens; i += kPassTokens) {
+    KVR_UNROLL for (int j = 0; j < kPassVectors; j++) {
+      const int at = i + j * kLanes;
+      const Floats weights = exp2<kDegree>(load(scores + at) - now_lanes);
+      total[j] = total[j] + weights;
+      store_weights(Dot(), scores, at, weights);
+    }
   }
   const float shrink = now == before ? 1.0f : __builtin_exp2f(before - now);
   *peak = now;
-  *sum_ = *sum_ * shrink + sum(total);
+  *sum_ = *sum_ * shrink + sum((total[0] + total[1]) + (total[2] + total[3]));
   return shrink;
 }
 
@@ -97,7 +118,7 @@ KVR_INLINE float weigh_scores(float* scores, int tokens, int visible, float* pea
 template <class Dot, int R>
 KVR_INLINE void add_values(const Chunk& chunk, int pages, const float* weights,
                            const float* shrink, float* outputs) {
-  constexpr int C = kTileVectors, kSteps = kPageTokens / Dot::kPerLane;
+  constexpr int C = side_by_side(R), kSteps = kPageTokens / Dot::kPerLane;
   const int32_t* a = reinterpret_cast<const int32_t*>(weights);
   const int vectors = chunk.head_dim / kLanes;
   for (int v = 0; v < vectors; v += C) {
