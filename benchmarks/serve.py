@@ -139,7 +139,7 @@ class Server:
 
 async def waves(server: Server, options: argparse.Namespace) -> None:
     """Output tokens/s at each concurrency."""
-    dice = random.Random(options.seed)
+    dice = random.Random(f"waves {options.seed}")
     print("| C | output tokens/s | TTFT p50 ms | ITL p50 / p99 / max ms |")
     print("| --- | --- | --- | --- |")
     for concurrency in options.concurrency:
@@ -160,7 +160,8 @@ async def waves(server: Server, options: argparse.Namespace) -> None:
 
 async def mixed(server: Server, options: argparse.Namespace) -> None:
     """Latencies under Poisson arrivals of mixed prompts."""
-    dice = random.Random(options.seed)
+    # No prompt of one rate begins like one of another: a prefix cache must not answer for it.
+    dice = random.Random(f"mixed {options.rate} {options.seed}")
     lengths = log_uniform(options.requests, dice)
     arrivals = poisson(options.requests, options.rate, dice)
     loop_s = time.perf_counter()

@@ -61,7 +61,7 @@ class EngineConfig:
     """Most sequences decoding at once."""
     max_step_s: float = 0.2
     """On CPU a step's prefill chunk is sized to take at most this long, in seconds."""
-    max_gap_s: float = 0.05
+    max_gap_s: float = 0.03
     """The same for a step that also carries decodes: a chunk delays their next token."""
     prefix_cache: bool = True
     """Reuse the KV of equal prompt beginnings."""
