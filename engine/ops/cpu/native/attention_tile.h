@@ -37,15 +37,10 @@ struct RowStates {
   float* outputs;  // [rows][head_dim], not yet divided by the sum
 };
 
-// Vectors side by side: few rows leave registers for more, and each broadcast then serves more.
-constexpr int side_by_side(int rows) {
-  return rows * 3 <= kTileRows ? 2 * kTileVectors : kTileVectors;
-}
-
 // scores[R][pages * 16] = queries * keys.
 template <class Dot, int R>
 KVR_INLINE void score_pages(const Chunk& chunk, int pages, const int32_t* queries, float* scores) {
-  constexpr int C = side_by_side(R), kPerPage = kPageTokens / kLanes;
+  constexpr int C = kTileVectors, kPerPage = kPageTokens / kLanes;
   const int steps = chunk.head_dim / Dot::kPerLane, vectors = pages * kPerPage;
   for (int v = 0; v < vectors; v += C) {
     const int32_t* b[C];
@@ -118,7 +113,7 @@ KVR_INLINE float weigh_scores(float* scores, int tokens, int visible, float* pea
 template <class Dot, int R>
 KVR_INLINE void add_values(const Chunk& chunk, int pages, const float* weights,
                            const float* shrink, float* outputs) {
-  constexpr int C = side_by_side(R), kSteps = kPageTokens / Dot::kPerLane;
+  constexpr int C = kTileVectors, kSteps = kPageTokens / Dot::kPerLane;
   const int32_t* a = reinterpret_cast<const int32_t*>(weights);
   const int vectors = chunk.head_dim / kLanes;
   for (int v = 0; v < vectors; v += C) {
