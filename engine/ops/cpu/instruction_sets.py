@@ -36,7 +36,7 @@ def of_machine(architecture: str, features: frozenset[str]) -> InstructionSet:
     """As ``of_this_machine``, from Linux's names of features."""
     if architecture in ("aarch64", "arm64"):
         return _arm(features)
-    if not {"avx2", "fma", "f16c"} <= features:
+    if architecture != "x86_64" or not {"avx2", "fma", "f16c"} <= features:
         return PORTABLE
     if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= features:
         return _extended(

@@ -66,9 +66,7 @@ class Kernels:
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
         y = np.full_like(x, np.nan)
-        self.native.kvr_rms_norm(
-            x.ctypes.data, weight.ctypes.data, *x.shape, eps, y.ctypes.data
-        )
+        self.native.kvr_rms_norm(x.ctypes.data, weight.ctypes.data, *x.shape, eps, y.ctypes.data)
         return y
 
     def attention(
