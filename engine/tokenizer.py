@@ -189,7 +189,9 @@ class SubwordTokenizer:
         self, text: str, add_special_tokens: bool = True, *, field: str = "prompt"
     ) -> list[int]:
         check_text(text, field)
-        token_ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        # Of the library's calls, only those for batches let other threads run meanwhile.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        token_ids: list[int] = encoding.ids
         if not add_special_tokens:
             return token_ids
         return [*self._traits.prefix_ids, *token_ids, *self._traits.suffix_ids]

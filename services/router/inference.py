@@ -19,6 +19,7 @@ from services.router.intake import (
     RawRequest,
     RawSampling,
     check_client_id,
+    check_number_of_messages,
 )
 from services.router.served_model import ServedModel
 from services.router.serving import Answer, Serving
@@ -137,8 +138,9 @@ def _prompt(request: public.GenerateRequest | public.TokenizeRequest) -> tuple[P
         case "prompt_token_ids":
             return request.prompt_token_ids.ids, "prompt_token_ids"
         case "chat":
-            turns = (ChatTurn(each.role, each.content) for each in request.chat.messages)
-            return Chat(tuple(turns)), "chat.messages"
+            messages, name = request.chat.messages, "chat.messages"
+            check_number_of_messages(len(messages), name)
+            return Chat(tuple(ChatTurn(each.role, each.content) for each in messages)), name
     raise InvalidArgument("prompt", "is missing: give prompt, prompt_token_ids or chat")
 
 

@@ -23,6 +23,7 @@ MAX_TEMPERATURE = 2.0
 MAX_CHAT_MESSAGES = 4096
 MAX_CLIENT_ID_CHARACTERS = 256
 SEEDS = 2**64
+TOO_LONG_CODE = "context_length_exceeded"
 CHAT_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _PRIORITIES = range(-(2**31), 2**31)
 
@@ -78,6 +79,16 @@ class RawRequest:
     priority: int = 0
 
 
+def check_number_of_messages(count: int, name: str) -> None:
+    """For faces: before they take the messages apart.
+
+    Raises:
+        InvalidArgument: there are too many.
+    """
+    if count > MAX_CHAT_MESSAGES:
+        raise InvalidArgument(name, f"{count} messages, {MAX_CHAT_MESSAGES} are allowed")
+
+
 def new_request_id() -> str:
     """Unique in the cluster, whatever ids clients choose."""
     return secrets.token_hex(12)
@@ -118,15 +129,10 @@ class Intake:
         sampling = self._sampling(raw)
         if raw.priority not in _PRIORITIES:
             raise InvalidArgument("priority", "must fit in 32 bits")
+        if not isinstance(raw.prompt, (str, Chat)):
+            _room(len(raw.prompt), raw.prompt_field, max_context)
         token_ids = await self.token_ids(raw.prompt, raw.prompt_field)
-        room = max_context - len(token_ids)
-        if room < 1:
-            raise InvalidArgument(
-                raw.prompt_field,
-                f"is {len(token_ids)} tokens long; the context is {max_context} tokens, "
-                f"so a prompt may have {max_context - 1} at most",
-                code="context_length_exceeded",
-            )
+        room = _room(len(token_ids), raw.prompt_field, max_context)
         wanted = raw.sampling.max_tokens or raw.default_max_tokens or room
         return Request(
             request_id=new_request_id(),
@@ -143,6 +149,7 @@ class Intake:
         """
         if not (prompt.turns if isinstance(prompt, Chat) else prompt):
             raise InvalidArgument(name, "is empty")
+        self._check_length(prompt, name)
         try:
             if isinstance(prompt, str):
                 token_ids: Sequence[int] = await self._model.encode(prompt, name)
@@ -156,6 +163,22 @@ class Intake:
         if not token_ids:
             raise InvalidArgument(name, "holds no token")
         return token_ids
+
+    def _check_length(self, prompt: Prompt, name: str) -> None:
+        """Encoding a text takes time and a hundred times its memory: not for one that is no use."""
+        if isinstance(prompt, str):
+            num_characters = len(prompt)
+        elif isinstance(prompt, Chat):
+            num_characters = sum(len(turn.content) for turn in prompt.turns)
+        else:
+            return
+        if num_characters > self._model.max_prompt_characters:
+            raise InvalidArgument(
+                name,
+                f"is {num_characters} characters long, "
+                f"more than fit the context of {self._model.max_context} tokens",
+                code=TOO_LONG_CODE,
+            )
 
     def _check_vocabulary(self, token_ids: Sequence[int], name: str) -> None:
         last = self._model.vocab_size - 1
@@ -214,6 +237,18 @@ class Intake:
         self._check_vocabulary(given.stop_token_ids, name)
 
 
+def _room(num_tokens: int, name: str, max_context: int) -> int:
+    """How many tokens an answer to so long a prompt may have."""
+    if num_tokens >= max_context:
+        raise InvalidArgument(
+            name,
+            f"is {num_tokens} tokens long; the context is {max_context} tokens, "
+            f"so a prompt may have {max_context - 1} at most",
+            code=TOO_LONG_CODE,
+        )
+    return max_context - num_tokens
+
+
 def _top_k(given: int | None, prefix: str) -> int:
     top_k = given or 0
     if not 0 <= top_k < 2**31:
@@ -232,8 +267,6 @@ def _seed(given: int | None, prefix: str) -> int:
 
 def _messages(chat: Chat, name: str) -> list[Mapping[str, str]]:
     turns = chat.turns
-    if len(turns) > MAX_CHAT_MESSAGES:
-        raise InvalidArgument(name, f"{len(turns)} messages, {MAX_CHAT_MESSAGES} are allowed")
     for index, turn in enumerate(turns):
         if turn.role not in CHAT_ROLES:
             raise InvalidArgument(

@@ -6,18 +6,29 @@ Knows nothing of HTTP. Used by ``openai_api``.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from services.router.intake import Chat, ChatTurn, Prompt, RawRequest, RawSampling
+from services.router.intake import (
+    Chat,
+    ChatTurn,
+    Prompt,
+    RawRequest,
+    RawSampling,
+    check_number_of_messages,
+)
 from services.runtime.errors import InvalidArgument
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 """OpenAI's own default for ``/v1/completions``."""
 MAX_PROMPTS = 64
 """Prompts in one completions request."""
+
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose first wrong item refuses it: an error an item would be gigabytes of errors."""
 
 
 def _unset(value: Any) -> bool:
@@ -97,8 +108,8 @@ class _Body(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Listed[str] | None = None
+    stop_token_ids: Listed[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -139,7 +150,7 @@ class _Body(BaseModel):
 class CompletionBody(_Body):
     """``POST /v1/completions``."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Listed[int] | Listed[str] | Listed[Listed[int]]
 
     def raw_requests(self) -> list[RawRequest]:
         """One request for each prompt.
@@ -179,7 +190,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Listed[ContentPart] | None = None
 
     def turn(self, name: str) -> ChatTurn:
         """Raises: InvalidArgument: content that is not text; ``name`` is this message."""
@@ -199,7 +210,7 @@ class Message(BaseModel):
 class ChatBody(_Body):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message]
+    messages: Listed[Message]
     max_completion_tokens: int | None = None
 
     def raw_requests(self) -> list[RawRequest]:
@@ -208,6 +219,7 @@ class ChatBody(_Body):
         Raises:
             InvalidArgument: content that is not text.
         """
+        check_number_of_messages(len(self.messages), "messages")
         turns = tuple(each.turn(f"messages[{i}]") for i, each in enumerate(self.messages))
         newer = self.max_completion_tokens is not None
         raw = RawRequest(

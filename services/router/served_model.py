@@ -36,6 +36,11 @@ class ServedModel:
         """Tokens the model was trained for; instances may hold less."""
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
+        longest = max(
+            (len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)), default=1
+        )
+        self.max_prompt_characters = max_context * longest
+        """A longer text has more tokens than the context, whatever they are."""
 
     @classmethod
     def open(cls, model: str) -> "ServedModel":

@@ -1,5 +1,7 @@
 """Decoding gives the text back, any ids decode, and what is no text is refused."""
 
+import threading
+import time
 from functools import cache
 
 import pytest
@@ -33,6 +35,17 @@ def test_decode_takes_any_ids(ids: list[int], skip: bool) -> None:
     text = demo().decode(ids, skip)
     known = [i for i in ids if 0 <= i < demo().vocab_size]
     assert text == demo().decode(known, skip)
+
+
+def test_encoding_a_long_text_stops_no_other_thread() -> None:
+    demo()
+    thread = threading.Thread(target=demo().encode, args=("a b" * 200_000,))
+    thread.start()
+    num_turns = 0
+    while thread.is_alive():
+        time.sleep(0.002)
+        num_turns += 1
+    assert num_turns > 10
 
 
 def test_what_the_demo_says_about_itself() -> None:

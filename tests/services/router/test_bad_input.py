@@ -6,10 +6,12 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from protos import inference_pb2 as public
+from services.router.openai_schemas import ChatBody, CompletionBody
 from services.runtime.settings import Role
-from tests.services.router.conftest import StartRouter
+from tests.services.router.conftest import StartRouter, byte_model
 from tests.services.router.harness import TestCluster, collect, generate_request
 
 NAN, INF = float("nan"), float("inf")
@@ -114,6 +116,47 @@ async def test_tokenize_names_the_field(cluster: TestCluster) -> None:
             await cluster.stub.Tokenize(request)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert (caught.value.details() or "").startswith(details)
+
+
+@pytest.mark.parametrize("face", ["prompt", "chat.messages"])
+async def test_a_text_too_long_for_any_context_is_not_even_encoded(
+    start_router: StartRouter, face: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = byte_model()
+    monkeypatch.setattr(model.tokenizer, "encode", lambda *a, **k: pytest.fail("encoded"))
+    cluster = await start_router(prefill=1, decode=1, model=model)
+    text = "x" * (model.max_prompt_characters + 1)
+    given: Any = text if face == "prompt" else [("user", text)]
+    code, details = await _error(cluster.stub.Generate(generate_request(given), timeout=10))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details.startswith(f"{face}: is {len(text)} characters long")
+
+
+async def test_messages_are_counted_before_they_are_looked_at(cluster: TestCluster) -> None:
+    request = generate_request([("user", "")] * 5000)
+    code, details = await _error(cluster.stub.Generate(request, timeout=10))
+    assert (code, details) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "chat.messages: 5000 messages, 4096 are allowed",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionBody, {"prompt": [1.5] * 10_000}),
+        (CompletionBody, {"prompt": ["a", *[1] * 10_000]}),
+        (CompletionBody, {"prompt": [[1.5] * 10_000, *[{}] * 10_000]}),
+        (CompletionBody, {"prompt": "a", "stop": [1] * 10_000}),
+        (CompletionBody, {"prompt": "a", "stop_token_ids": ["x"] * 10_000}),
+        (ChatBody, {"messages": [{}] * 10_000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * 10_000}]}),
+    ],
+)
+def test_a_long_list_of_wrong_items_is_few_errors(kind: type[BaseModel], body: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(json.dumps(body))
+    assert caught.value.error_count() < 10
 
 
 async def test_sizes_at_the_limit_are_served(cluster: TestCluster) -> None:
