@@ -105,7 +105,10 @@ class OpenAiApi:
 
     async def metrics(self, request: Request) -> Response:
         self._serving.refresh_gauges()
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        try:
+            encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        except (ValueError, TypeError):  # a version that is no version
+            encode, content_type = choose_encoder("")
         return Response(encode(self._registry), headers={"content-type": content_type})
 
     async def completions(self, request: Request) -> Response:

@@ -304,6 +304,16 @@ async def test_metrics(start_router: StartRouter) -> None:
     assert running[0].endswith(" 0.0")
 
 
+@pytest.mark.parametrize("version", ["abc", "", "1.x", "1..0"])
+async def test_metrics_for_readers_with_odd_wishes(start_router: StartRouter, version: str) -> None:
+    cluster = await start_router()
+    accept = {"accept": f"application/openmetrics-text; version={version}"}
+    async with _http(cluster) as client:
+        answer = await client.get("/metrics", headers=accept)
+    assert answer.status_code == 200
+    assert "kvrelay_requests_running" in answer.text
+
+
 async def test_unknown_routes_and_methods_answer_in_openais_form(start_router: StartRouter) -> None:
     cluster = await start_router()
     async with _http(cluster) as client:
