@@ -7,8 +7,8 @@ namespace kvr {
 
 constexpr int kTileVectors = 2;  // half a panel: 16 registers hold no more
 constexpr int kTileRows = 4;
-constexpr int kByteTileRows = 2;
-constexpr int kNibbleTileRows = 2;
+constexpr int kByteTileRows = 4;
+constexpr int kNibbleTileRows = 4;
 
 KVR_INLINE Floats splat(float x) { return (Floats)_mm256_set1_ps(x); }
 KVR_INLINE Ints splat(int32_t x) { return (Ints)_mm256_set1_epi32(x); }
