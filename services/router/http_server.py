@@ -15,6 +15,7 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from services.runtime.address import check_bind, join_address, numeric_host
 from services.runtime.errors import Aborted, InvalidArgument, Unavailable
@@ -23,6 +24,8 @@ from services.runtime.server import PUBLIC_MESSAGE_BYTES
 
 BODY_TIMEOUT_S = 10.0
 """A body that does not move for so long is given up."""
+HEAD_TIMEOUT_S = 10.0
+"""A request's head that is not whole for so long ends its connection."""
 PEER_TIMEOUT_MS = 10_000
 """Sent bytes that nobody acknowledges for so long end a connection."""
 _START_TURN_S = 0.005
@@ -36,6 +39,44 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _Protocol(H11Protocol):
+    """Ends a connection that brings no whole request; uvicorn would hold it for ever."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_answering:
+            self._stop_waiting()
+        elif self._waiting is None:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self._waiting = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.cancel()
+
+    def _give_up(self) -> None:
+        self._waiting = None
+        if not self._is_answering:
+            self.transport.close()
 
 
 class HttpServer(Component):
@@ -59,6 +100,7 @@ class HttpServer(Component):
         listener = self._bind()
         config = uvicorn.Config(
             self._app,
+            http=_Protocol,
             lifespan="off",
             log_config=None,
             access_log=False,

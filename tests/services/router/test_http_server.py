@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
 from services.router.http_server import (
     PEER_TIMEOUT_MS,
@@ -72,6 +73,45 @@ async def test_a_body_that_stops_coming_is_given_up(monkeypatch: pytest.MonkeyPa
     request = Request({"type": "http", "headers": []}, _Receive(first))
     with pytest.raises(InvalidArgument, match="stopped coming"):
         await read_body(request)
+
+
+async def test_a_head_that_does_not_come_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.router.http_server.HEAD_TIMEOUT_S", 0.3)
+    whole = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    server = HttpServer(PlainTextResponse("here"), "127.0.0.1", 0)
+    await server.start()
+    try:
+        for beginning in (b"", whole[:10], whole + whole[:10]):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(beginning)
+            for byte in (b"a", b"b") if beginning else ():  # trickling does not help
+                await asyncio.sleep(0.1)
+                writer.write(byte)
+            answers = await asyncio.wait_for(reader.read(), 2)
+            assert answers.count(b"here") == beginning.count(whole)
+            writer.close()
+    finally:
+        await server.stop()
+
+
+async def test_a_slow_answer_outlives_the_wait_for_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.router.http_server.HEAD_TIMEOUT_S", 0.05)
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0.3)
+        await PlainTextResponse("here")(scope, receive, send)
+
+    server = HttpServer(slow, "127.0.0.1", 0)
+    await server.start()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), 2)).endswith(b"here")
+        writer.close()
+    finally:
+        await server.stop()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems name these options otherwise")
