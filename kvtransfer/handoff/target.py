@@ -93,11 +93,13 @@ class TargetMachine:
         """Blocks are reserved; the source may send what lies after ``num_held_tokens``.
 
         Raises:
-            KvTransferError: the offer is not here, or the blocks do not fit it.
+            KvTransferError: offer or request is not here, or the blocks do not fit.
         """
         record = self.ledger.live.get(handoff_id)
         if record is None or record.offer is None:
             raise KvTransferError(f"handoff {handoff_id.hex()}: nothing to grant, no offer is here")
+        if record.request_id is None:
+            raise KvTransferError(f"handoff {handoff_id.hex()}: nothing to grant, nobody wants it")
         num_tokens = record.offer.num_tokens
         num_blocks = self._layout.num_blocks_for(num_tokens)
         if len(block_table) < num_blocks or len(set(block_table[:num_blocks])) < num_blocks:
