@@ -138,6 +138,7 @@ _BY_NUMBER: Mapping[int, type[ServiceError]] = {
 _FOREIGN: tuple[tuple[type[BaseException], type[ServiceError]], ...] = (
     (engine_errors.ModelNotFound, NotFound),
     (engine_errors.ModelError, FailedPrecondition),
+    (engine_errors.InvalidConfig, FailedPrecondition),
     (engine_errors.IllegalTransition, Internal),
     (kv_errors.IllegalTransition, Internal),
     (kv_errors.KvTransferError, Unavailable),

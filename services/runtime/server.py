@@ -212,6 +212,8 @@ class GrpcServer(Component):
     async def start(self) -> None:
         """Raises: InvalidArgument: public host without insecure. Unavailable: the port is taken."""
         check_bind(self._host, self._insecure)
+        if self.port:
+            self._check_free()
         internal = self._token is not None
         interceptors = [
             TokenInterceptor(self._token) if self._token is not None else ParseInterceptor()
@@ -222,7 +224,7 @@ class GrpcServer(Component):
         try:
             port = server.add_insecure_port(self.address)
         except RuntimeError as error:
-            raise Unavailable(f"cannot bind {self.address}: {_bind_reason(self)}") from error
+            raise Unavailable(f"cannot bind {self.address}: choose another port, or 0") from error
         self._server = server
         self.port = port
         await server.start()
@@ -232,15 +234,17 @@ class GrpcServer(Component):
         if server is not None:
             await server.stop(self._stop_grace_s)
 
-
-def _bind_reason(server: GrpcServer) -> str:
-    """Why binding failed: gRPC logs it but does not tell."""
-    host, _, port = server.address.rpartition(":")
-    try:
-        with socket.create_server((host.strip("[]"), int(port)), reuse_port=False):
-            return "the port is taken, choose another or 0"
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
+    def _check_free(self) -> None:
+        """gRPC would log why it cannot bind, lines of it, and not tell us."""
+        host = self._host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, self.port))
+            except OSError as error:
+                reason = (error.strerror or str(error)).lower()
+                raise Unavailable(f"cannot bind {self.address}: {reason}") from error
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

@@ -6,7 +6,13 @@ import re
 import grpc
 import pytest
 
-from engine.errors import CapacityError, CorruptModel, IllegalTransition, InvalidRequest
+from engine.errors import (
+    CapacityError,
+    CorruptModel,
+    IllegalTransition,
+    InvalidConfig,
+    InvalidRequest,
+)
 from engine.errors import ModelNotFound as EngineModelNotFound
 from kvtransfer.errors import HandoffCancelled, LinkLost
 from kvtransfer.errors import IllegalTransition as KvIllegalTransition
@@ -54,6 +60,7 @@ def test_a_code_we_never_send_is_internal() -> None:
         (CapacityError("needs 9 blocks of 8"), e.InvalidArgument, "needs 9 blocks of 8"),
         (EngineModelNotFound("no file x"), e.NotFound, "no file x"),
         (CorruptModel("x ends early"), e.FailedPrecondition, "x ends early"),
+        (InvalidConfig("block_size 5: odd"), e.FailedPrecondition, "block_size 5: odd"),
         (IllegalTransition("PICK in DONE"), e.Internal, "PICK in DONE"),
         (HandoffCancelled("given up"), e.Unavailable, "given up"),
         (LinkLost("the target is gone"), e.Unavailable, "the target is gone"),

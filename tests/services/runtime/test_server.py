@@ -41,12 +41,13 @@ async def test_any_free_port_becomes_a_real_one_and_stop_is_idempotent() -> None
     await server.stop()
 
 
-async def test_a_taken_port_is_an_error() -> None:
+async def test_a_taken_port_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     first = s.GrpcServer(_mount, "127.0.0.1", 0)
     await first.start()
     second = s.GrpcServer(_mount, "127.0.0.1", first.port)
     with pytest.raises(Unavailable, match=f"{first.port}: .*in use"):
         await second.start()
+    assert capfd.readouterr().err == ""  # the error says it all
     await second.stop()
     await first.stop()
 
