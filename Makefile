@@ -19,13 +19,14 @@ BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-quick check protos install clean
+.PHONY: help demo serve test test-quick test-kernels check protos install clean
 
 help:
 	@echo "make demo         start a cluster, stream one answer, show where its time went, stop"
 	@echo "make serve        keep a cluster up until Ctrl-C"
 	@echo "make test         everything: ruff, mypy, pytest (at most 25 minutes on 2 cores)"
 	@echo "make test-quick   pytest without the slow tests (under 3 minutes)"
+	@echo "make test-kernels every GPU kernel in every combination, without a GPU (7 minutes)"
 	@echo "make check        ruff and mypy only"
 	@echo "make protos       regenerate the stubs in protos/"
 	@echo "make clean        remove the virtual environment and caches"
@@ -41,6 +42,10 @@ test: check
 
 test-quick: $(DEV)
 	$(BIN)/python -m pytest -m "not slow"
+
+# Needs triton, which comes with PyPI's torch on Linux; else: pip install -e ".[gpu]".
+test-kernels: $(DEV)
+	KVRELAY_KERNEL_GRID=1 $(BIN)/python -m pytest tests/engine/ops_gpu
 
 check: $(DEV)
 	$(BIN)/ruff check .
