@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
+import grpc
+
 from protos import inference_pb2 as public
 from protos import inference_pb2_grpc
 from services.router.intake import (
@@ -24,6 +26,7 @@ from services.router.intake import (
 from services.router.served_model import ServedModel
 from services.router.serving import Answer, Serving
 from services.runtime.errors import (
+    Aborted,
     InvalidArgument,
     ResourceExhausted,
     ServiceError,
@@ -31,6 +34,9 @@ from services.runtime.errors import (
 
 RETRY_AFTER_KEY = "retry-after-ms"
 """Trailing metadata of a refusal."""
+READ_TIMEOUT_S = 120.0
+"""A client that takes nothing of its answer for so long has given it up. Long, because reading
+shows here only when a good part of the client's window, often 64 KiB, has been read."""
 SAMPLING_PREFIX = "sampling."
 
 
@@ -53,12 +59,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         received_s = self._clock()
         deadline_s = _deadline(context)
         try:
-            with self._serving.enter():
+            with self._serving.enter(), _Reader(context) as reader:
                 typed = await self._serving.parse(self._raw(request))
                 answer = self._serving.answer(typed, received_s, deadline_s)
                 async with contextlib.aclosing(answer):
                     async for event in answer:
-                        yield _response(typed.request_id, request.client_request_id, event)
+                        response = _response(typed.request_id, request.client_request_id, event)
+                        reader.waits()
+                        yield response
+                        reader.has_read()
         except ServiceError as error:
             await _abort(context, error)
 
@@ -97,6 +106,55 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             family=self._model.family,
             model_digest=self._serving.model_digest,
         )
+
+
+class _Reader:
+    """Ends this call when its client reads nothing for ``READ_TIMEOUT_S``.
+
+    A stream is written until the client's window is full; without this, a client that stopped
+    reading would hold its place here for ever.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._call = asyncio.current_task()
+        self._since_s: float | None = None
+        self._look: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> "_Reader":
+        self._look = self._loop.call_later(READ_TIMEOUT_S, self._check)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._look is not None
+        self._look.cancel()
+
+    def waits(self) -> None:
+        """The next message is on its way to the client."""
+        self._since_s = self._loop.time()
+
+    def has_read(self) -> None:
+        """It fitted the client's window."""
+        self._since_s = None
+
+    def _check(self) -> None:
+        now_s = self._loop.time()
+        due_s = (now_s if self._since_s is None else self._since_s) + READ_TIMEOUT_S
+        if due_s <= now_s:
+            self._ending = self._loop.create_task(self._end())
+        else:
+            self._look = self._loop.call_at(due_s, self._check)
+
+    async def _end(self) -> None:
+        """The status waits behind what is unread; the request does not wait for it."""
+        assert self._call is not None
+        self._loop.call_soon(self._call.cancel)
+        with contextlib.suppress(grpc.aio.BaseError):  # how abort returns, or the client has gone
+            await _abort(
+                self._context, Aborted(f"the client read nothing for {READ_TIMEOUT_S:g} s")
+            )
 
 
 def raw_request(request: public.GenerateRequest) -> RawRequest:

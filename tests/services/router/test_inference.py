@@ -2,16 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
 
 from protos import inference_pb2 as public
+from protos import inference_pb2_grpc
 from services.router.inference import RETRY_AFTER_KEY
 from services.runtime.settings import Role
 from tests.services.router.conftest import StartRouter
 from tests.services.router.fake_worker import ANSWER, FakeWorker, Script
-from tests.services.router.harness import collect, eventually, generate_request
+from tests.services.router.harness import TestCluster, collect, eventually, generate_request
 
 
 async def test_a_prompt_is_answered_by_two_instances(start_router: StartRouter) -> None:
@@ -140,6 +143,56 @@ async def test_a_deadline_ends_both_legs(start_router: StartRouter) -> None:
         await eventually(lambda worker=worker: worker.aborts and not worker.running, 0.5)
     assert time.monotonic() - started_s < 1
     await eventually(lambda: cluster.outcome("deadline_exceeded") == 1)
+
+
+@pytest.fixture
+async def narrow(start_router: StartRouter) -> AsyncIterator[tuple[TestCluster, grpc.aio.Channel]]:
+    """A cluster, and a channel whose streams stand still after some dozen unread messages."""
+    cluster = await start_router(decode=1)
+    options = [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.http2.lookahead_bytes", 1024),
+        ("grpc.http2.bdp_probe", 0),
+    ]
+    async with grpc.aio.insecure_channel(cluster.router.addresses.grpc, options=options) as channel:
+        yield cluster, channel
+
+
+async def _read_to_end(call: Any) -> public.GenerateResponse:
+    """The last message of a stream; raises AioRpcError if it does not end well."""
+    last = public.GenerateResponse()
+    while (message := await call.read()) is not grpc.aio.EOF:
+        last = message
+    return last
+
+
+async def test_a_client_that_stops_reading_holds_nothing(
+    narrow: tuple[TestCluster, grpc.aio.Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.router.inference.READ_TIMEOUT_S", 0.3)
+    cluster, channel = narrow
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    call = stub.Generate(generate_request(max_tokens=450), timeout=10)
+    await call.read()
+    await eventually(lambda: cluster.outcome("abort") == 1)
+    with pytest.raises(grpc.aio.AioRpcError, match="read nothing") as caught:
+        await _read_to_end(call)
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_a_client_that_reads_slowly_gets_everything(
+    narrow: tuple[TestCluster, grpc.aio.Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.router.inference.READ_TIMEOUT_S", 0.5)
+    cluster, channel = narrow
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    call = stub.Generate(generate_request(max_tokens=450), timeout=10)
+    for _ in range(5):
+        for _ in range(60):  # enough to be seen at the other end
+            await call.read()
+        await asyncio.sleep(0.3)
+    assert (await _read_to_end(call)).HasField("finished")
+    assert cluster.outcome("length") == 1
 
 
 async def test_too_many_at_once_are_refused_with_a_hint(start_router: StartRouter) -> None:
