@@ -25,7 +25,13 @@ from dataclasses import dataclass
 
 from engine.admission import Admission, awaits_reservation
 from engine.config import EngineConfig
-from engine.errors import CapacityError, IllegalTransition, IntegrityError, InvalidConfig
+from engine.errors import (
+    CapacityError,
+    IllegalTransition,
+    IntegrityError,
+    InvalidConfig,
+    InvalidRequest,
+)
 from engine.kv.manager import KvManager
 from engine.order import chunk_ends, prefill_room
 from engine.plan import (
@@ -347,6 +353,8 @@ class Scheduler:
 
     def _check_fits(self, request: Request) -> None:
         num_tokens = len(request.prompt_token_ids)
+        if not num_tokens:  # it would never be picked, nor end
+            raise InvalidRequest("prompt", "is empty")
         if num_tokens + 1 > self.max_sequence_tokens:
             raise CapacityError(
                 f"the prompt has {num_tokens} tokens, and prompt and answer together fit "

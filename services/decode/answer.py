@@ -25,6 +25,12 @@ FINISH_REASONS = {
 }
 
 
+def failed_event(request_id: str, error: ServiceError) -> wire.DecodeEvent:
+    """The terminal event of a request that has no answer."""
+    failed = wire.WorkFailed(code=error.grpc_code_number, message=str(error))
+    return wire.DecodeEvent(request_id=request_id, failed=failed)
+
+
 class Answer:
     """The output of one request, from its first token to its terminal event."""
 
@@ -84,8 +90,7 @@ class Answer:
         """End without an answer, unless it has ended."""
         if not self.ended.is_set():
             self.ended.set()
-            failed = wire.WorkFailed(code=error.grpc_code_number, message=str(error))
-            self._emit(wire.DecodeEvent(request_id=self._request.request_id, failed=failed))
+            self._emit(failed_event(self._request.request_id, error))
 
     def _note_time(self) -> None:
         now_s = self._clock()

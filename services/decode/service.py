@@ -26,7 +26,7 @@ from kvtransfer.handoff.frames import First
 from kvtransfer.target import KvTarget, TargetHandoff
 from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc
-from services.decode.answer import Answer
+from services.decode.answer import Answer, failed_event
 from services.runtime.background import Background, unless
 from services.runtime.engine_port import EnginePort
 from services.runtime.errors import FailedPrecondition, Internal, to_service_error
@@ -76,8 +76,15 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     async def _serve(self, session: Session[wire.DecodeEvent], start: wire.StartDecode) -> None:
         """One request, with its one terminal event."""
-        request = parse_work_request(start.request)
-        answer = Answer(request, self._tokenizer, session.emit)
+        try:
+            request = parse_work_request(start.request)
+            answer = Answer(request, self._tokenizer, session.emit)
+        except Exception as error:
+            session.emit(failed_event(start.request.request_id, to_service_error(error)))
+            return
+        await self._work(start, request, answer)
+
+    async def _work(self, start: wire.StartDecode, request: Request, answer: Answer) -> None:
         attempt = as_attempt(request, next(self._attempts))
 
         def on_event(event: EngineEvent) -> None:

@@ -147,6 +147,11 @@ def test_what_can_never_fit_is_refused_at_once(purpose: Purpose) -> None:
             bench.scheduler.reserve(request, 0.0)
         else:
             bench.scheduler.add(request, purpose, 0.0)
+    with pytest.raises(InvalidRequest, match="empty"):
+        if purpose is Purpose.TARGET:
+            bench.scheduler.reserve(bench.request("b", 0), 0.0)
+        else:
+            bench.scheduler.add(bench.request("b", 0), purpose, 0.0)
     assert bench.scheduler.num_waiting == 0
 
 

@@ -205,6 +205,21 @@ async def test_one_half_alone_fails_in_bounded_time(pair: Pair) -> None:
     assert event.HasField("failed"), event
 
 
+@pytest.mark.parametrize(
+    ("ids", "stop"),
+    [([], []), ([1, 2], [""]), ([1] * 3000, [])],
+    ids=["empty", "stop", "too-long"],
+)
+async def test_an_order_that_makes_no_sense_still_ends(
+    pair: Pair, ids: list[int], stop: list[str]
+) -> None:
+    sampling = public.SamplingParams(top_p=1, max_tokens=4, stop=stop)
+    request = wire.WorkRequest(request_id="odd", prompt_token_ids=ids, sampling=sampling)
+    await pair.decode_leg.say(start=wire.StartDecode(request=request))
+    _, ended = await pair.answer("odd")
+    assert ended.failed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0], ended
+
+
 async def test_abort_on_either_leg_frees_both(pair: Pair) -> None:
     for leg in (pair.prefill_leg, pair.decode_leg):
         request_id = await pair.start(prompt(300), max_tokens=1700)
