@@ -19,6 +19,37 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class GuideKind(StrEnum):
+    """What a guide's source is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What an answer must be: a language, not a wish."""
+
+    kind: GuideKind
+    source: str = ""
+    """The schema, the expression or the grammar (Lark)."""
+    choices: tuple[str, ...] = ()
+    """CHOICE only."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """Keep the ``width`` best beginnings instead of drawing."""
+
+    width: int
+    length_penalty: float = 1.0
+    """A beam's score is its cumulative logprob / length ** length_penalty."""
+    early_stopping: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How output tokens are chosen and when they end. Already validated at the edge."""
@@ -35,6 +66,30 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    min_p: float = 0.0
+    """Tokens less probable than this share of the most probable one's are not drawn."""
+    typical_p: float = 1.0
+    presence_penalty: float = 0.0
+    """Taken once from the logit of every token of the output."""
+    frequency_penalty: float = 0.0
+    """Taken from it for every time it is there."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens of prompt and output are divided by it, negative multiplied."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, added to its logit)."""
+    min_tokens: int = 0
+    """Neither EOS nor a stop ends the answer before so many tokens."""
+    include_stop: bool = False
+    """The stop string or token is part of the answer."""
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    """How many alternatives are told with a token's logprob; None: no logprobs."""
+    prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int = 1
+    """At least n."""
+    beam_search: BeamSearch | None = None
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +103,8 @@ class Request:
     """Lower goes first."""
     salt: str = ""
     """Separates prefix caches of different users."""
+    output_token_ids: tuple[int, ...] = ()
+    """Output of an earlier attempt: read like the prompt, but part of the answer."""
 
 
 class Purpose(Enum):

@@ -4,30 +4,44 @@ The router has validated everything; nothing is checked again here.
 """
 
 from dataclasses import replace
+from typing import Any
 
-from engine.request import Request, SamplingParams
+from engine.request import BeamSearch, Guide, GuideKind, Request, SamplingParams
 from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "include_stop",
+    "n",
+    "best_of",
+)
+"""Numbers and flags that are called the same on both sides and are always set."""
+_TUPLES = ("stop", "stop_token_ids", "bad_words")
+_OPTIONAL = ("logprobs", "prompt_logprobs")
 
 
 def parse_work_request(message: wire.WorkRequest) -> Request:
     """The engine's request from a router's message, whose sampling is complete."""
-    sampling = message.sampling
     return Request(
         request_id=message.request_id,
         prompt_token_ids=tuple(message.prompt_token_ids),
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            max_tokens=sampling.max_tokens,
-            stop=tuple(sampling.stop),
-            stop_token_ids=tuple(sampling.stop_token_ids),
-            ignore_eos=sampling.ignore_eos,
-            skip_special_tokens=sampling.skip_special_tokens,
-        ),
+        sampling=_sampling(message.sampling),
         priority=message.priority,
+        salt=message.cache_salt,
+        output_token_ids=tuple(message.output_token_ids),
     )
 
 
@@ -42,20 +56,65 @@ def as_attempt(request: Request, number: int) -> Request:
 
 def work_request_message(request: Request) -> wire.WorkRequest:
     """The message for ``request``, every sampling field set."""
-    sampling = request.sampling
     return wire.WorkRequest(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
-        sampling=public.SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            max_tokens=sampling.max_tokens,
-            stop=sampling.stop,
-            stop_token_ids=sampling.stop_token_ids,
-            ignore_eos=sampling.ignore_eos,
-            skip_special_tokens=sampling.skip_special_tokens,
-        ),
+        sampling=_sampling_message(request.sampling),
         priority=request.priority,
+        cache_salt=request.salt,
+        output_token_ids=request.output_token_ids,
     )
+
+
+def _sampling(message: public.SamplingParams) -> SamplingParams:
+    beam = message.beam_search
+    values: dict[str, Any] = {name: getattr(message, name) for name in _SAME_NAME}
+    values |= {name: tuple(getattr(message, name)) for name in _TUPLES}
+    values |= {n: getattr(message, n) if message.HasField(n) else None for n in _OPTIONAL}
+    if message.HasField("beam_search"):
+        values["beam_search"] = BeamSearch(beam.width, beam.length_penalty, beam.early_stopping)
+    return SamplingParams(
+        **values,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        guide=_guide(message.guided),
+    )
+
+
+def _guide(message: public.GuidedDecoding) -> Guide | None:
+    name = message.WhichOneof("kind")
+    match name and GuideKind(name):
+        case None:
+            return None
+        case GuideKind.CHOICE:
+            return Guide(GuideKind.CHOICE, choices=tuple(message.choice.choices))
+        case GuideKind.JSON_OBJECT:
+            return Guide(GuideKind.JSON_OBJECT)
+        case kind:
+            return Guide(GuideKind(kind), getattr(message, str(kind)))
+
+
+def _sampling_message(sampling: SamplingParams) -> public.SamplingParams:
+    message = public.SamplingParams(
+        **{name: getattr(sampling, name) for name in (*_SAME_NAME, *_TUPLES)},
+        logit_bias=dict(sampling.logit_bias),
+    )
+    for name in _OPTIONAL:
+        if (count := getattr(sampling, name)) is not None:
+            setattr(message, name, count)
+    if beam := sampling.beam_search:
+        message.beam_search.width = beam.width
+        message.beam_search.length_penalty = beam.length_penalty
+        message.beam_search.early_stopping = beam.early_stopping
+    if guide := sampling.guide:
+        _fill_guide(message.guided, guide)
+    return message
+
+
+def _fill_guide(message: public.GuidedDecoding, guide: Guide) -> None:
+    match guide.kind:
+        case GuideKind.CHOICE:
+            message.choice.choices.extend(guide.choices)
+        case GuideKind.JSON_OBJECT:
+            message.json_object = True
+        case kind:
+            setattr(message, kind, guide.source)
