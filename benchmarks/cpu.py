@@ -21,6 +21,7 @@ from engine.models.choose import choose
 from engine.models.on_native import FileWeights
 from engine.ops.cpu.memory import Arena
 from engine.ops.cpu.native_model import NativeLlama, SequenceRows
+from engine.ops.cpu.weights import PackedWeights
 
 PREFILL_TOKENS = (128, 512, 1900)
 DECODE_BATCHES = (1, 8, 16, 32)
@@ -83,7 +84,9 @@ class Bench:
         choice = choose(EngineConfig(weights=weights, block_size=BLOCK_SIZE), files)
         self.config = files.config
         self.layout = choice.layout
-        self.native = NativeLlama(files.config, FileWeights(files), weights)
+        self.native = NativeLlama(
+            files.config, PackedWeights(files.config, FileWeights(files), weights)
+        )
         most = max(b * (c + 1) for b in DECODE_BATCHES for c in DECODE_CONTEXTS)
         blocks = most // BLOCK_SIZE + max(DECODE_BATCHES)
         self.cache = PagedKvCache(self.layout, blocks)

@@ -18,6 +18,7 @@ from engine.loaders.open import open_model
 from engine.models.choose import choose
 from engine.models.on_native import FileWeights
 from engine.ops.cpu.native_model import NativeLlama, SequenceRows
+from engine.ops.cpu.weights import PackedWeights
 
 TEXT = Path(__file__).parent / "data" / "prose.txt"
 RECIPES = ("float32", "bf16", "int8", "file")
@@ -30,7 +31,7 @@ def all_logits(files: ModelFiles, token_ids: list[int], weights: str) -> torch.T
     if not choice.is_native:
         raise ModelError("the native kernels do not run here: nothing to compare")
     num_blocks = choice.layout.num_blocks_for(len(token_ids))
-    model = NativeLlama(files.config, FileWeights(files), weights)
+    model = NativeLlama(files.config, PackedWeights(files.config, FileWeights(files), weights))
     rows = SequenceRows(0, len(token_ids), np.arange(num_blocks, dtype=np.int32))
     cache = PagedKvCache(choice.layout, num_blocks)
     return torch.from_numpy(model.forward(token_ids, [rows], range(len(token_ids)), cache))

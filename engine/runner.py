@@ -17,7 +17,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.errors import CapacityError, ModelError
 from engine.kv.cache import PagedKvCache, num_blocks_for
 from engine.loaders.files import ModelFiles
-from engine.models.choose import build, choose
+from engine.models.choose import Weights, build, choose, read_weights
 from engine.plan import StepPlan, StepResult
 from engine.recipe import Recipe
 from engine.sampler import sample
@@ -30,12 +30,17 @@ NOT_FINITE = "the model's logits are not finite for this sequence"
 class Runner:
     """The model and its KV cache.
 
+    Args:
+        weights: of ``files``, in memory already; None: read them.
+
     Raises:
         ModelError: the model cannot be computed as asked.
         CapacityError: the KV cache is too small for one block, or for ``max_context``.
     """
 
-    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, weights: Weights | None = None
+    ) -> None:
         device = resolve_device(config.device)
         choice = choose(config, files)
         self.model_config = files.config
@@ -48,7 +53,8 @@ class Runner:
         self.cache = PagedKvCache(self.layout, self.num_blocks, device)
         self._threads = config.threads
         torch.set_num_threads(config.threads)
-        self._model = build(choice, config, files, self.max_context)
+        weights = weights or read_weights(config, files)
+        self._model = build(weights, files.config, config.threads, self.max_context)
 
     def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepResult:
         """One forward over the plan's sequences (at least one)."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.errors import UnsupportedModel
 from engine.loaders.files import ModelFiles
 from engine.models.interface import StepModel
@@ -18,12 +18,15 @@ from engine.models.on_native import FileWeights, NativeModel
 from engine.models.on_torch import TorchModel
 from engine.ops.cpu.build import NativeUnavailable, library
 from engine.ops.cpu.native_model import NativeLlama, check_block_size
-from engine.ops.cpu.weights import check_shapes
+from engine.ops.cpu.weights import PackedWeights, check_shapes
 from engine.ops.torch_cpu import TorchCpuOps
 from engine.recipe import Machine, Recipe, resolve_recipe
 from kvtransfer.layout import KvLayout
 
 log = logging.getLogger(__name__)
+
+Weights = PackedWeights | Llama
+"""A model's weights in memory. Nothing writes to them: processes may share them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +58,24 @@ def choose(config: EngineConfig, files: ModelFiles) -> Choice:
     return Choice(recipe, layout, is_native)
 
 
-def build(choice: Choice, config: EngineConfig, files: ModelFiles, max_context: int) -> StepModel:
-    """Read and pack the weights."""
+def read_weights(config: EngineConfig, files: ModelFiles) -> Weights:
+    """Read and pack the weights, as what will compute with them wants them. Starts no thread.
+
+    Raises:
+        ModelError: what is asked for cannot be computed here.
+    """
+    choice = choose(config, files)
     if choice.is_native:
-        native = NativeLlama(
-            files.config,
-            FileWeights(files),
-            choice.recipe.weights,
-            threads=config.threads,
-            max_positions=max_context,
-        )
-        return NativeModel(native)
+        return PackedWeights(files.config, FileWeights(files), choice.recipe.weights)
     with torch.inference_mode():
-        return TorchModel(Llama(files.config, files, TorchCpuOps(), choice.recipe.dtype))
+        return Llama(files.config, files, TorchCpuOps(), choice.recipe.dtype)
+
+
+def build(weights: Weights, config: ModelConfig, threads: int, max_context: int) -> StepModel:
+    """What computes steps with these weights."""
+    if isinstance(weights, PackedWeights):
+        return NativeModel(NativeLlama(config, weights, threads, max_positions=max_context))
+    return TorchModel(weights)
 
 
 def _native_runs(files: ModelFiles, block_size: int) -> bool:

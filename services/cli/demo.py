@@ -14,7 +14,7 @@ from services.cli.client import Answer, connected, generate
 from services.cli.generate import Ask, stream_answer
 from services.cli.serve import Counts, make_plan, num_cores, run_with_cluster
 from services.cli.timeline import draw
-from services.launch.processes import LocalLauncher
+from services.launch.forking import local_launcher
 from services.runtime.settings import RouterConfig
 
 PROMPT = (
@@ -30,7 +30,7 @@ def run(model: str) -> None:
     engine = EngineConfig(threads=max(1, num_cores() // len(roles)))
     router = RouterConfig(model=model, grpc_port=0, http_port=0, disaggregate_from=0)
     plan = make_plan(router, roles, engine, transport="auto")
-    run_with_cluster(plan, LocalLauncher, _answer_one)
+    run_with_cluster(plan, lambda: local_launcher(engine.device), _answer_one)
 
 
 async def _warm_up(channel: grpc.aio.Channel) -> None:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from engine.config import EngineConfig
+from services.launch.forking import local_launcher
 from services.launch.place import Launcher
-from services.launch.processes import LocalLauncher
 from services.launch.service import ready_line
 from services.launch.supervise import Cluster, ClusterPlan
 from services.runtime import journal
@@ -102,7 +102,7 @@ def launcher_by_name(name: str, num_workers: int, engine: EngineConfig) -> Calla
         InvalidArgument: no such launcher.
     """
     if name == "local":
-        return LocalLauncher
+        return lambda: local_launcher(engine.device)
     if name == "ray":
         from services.launch.actors import RayLauncher
 

@@ -5,7 +5,7 @@ ends, anywhere, when its stdin does, which only the parent holds open. TITLE is 
 read lists of processes.
 
 Reads its config from stdin, says ``ready ...`` or ``failed REASON`` on stdout. Knows nothing of
-clusters or restarts. Started by ``processes``, by nobody else.
+clusters or restarts. Started by ``processes``; ``fork_server`` makes one without a start.
 """
 
 import asyncio
@@ -14,6 +14,10 @@ import os
 import signal
 import sys
 import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.worker.build import ReadModel
 
 PR_SET_PDEATHSIG = 1
 
@@ -37,24 +41,33 @@ def hold_lifeline() -> None:
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
-def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
-    share_fate(int(arguments[0]))
-    # Imported only now, so that nothing can happen before the two lives are tied.
+def serve_config(line: str, read: "ReadModel | None" = None) -> int:
+    """Serve what ``line`` says until told to stop; the exit code. stdin is the lifeline.
+
+    Args:
+        read: of a worker that was forked: its model, in memory already.
+    """
     from services.launch.service import ready_line, run_service
     from services.launch.transfer import read_config
     from services.runtime import journal
     from services.runtime.errors import to_service_error
 
-    config = read_config(sys.stdin.readline())
+    config = read_config(line)
     hold_lifeline()
     journal.configure()
     try:
-        asyncio.run(run_service(config, lambda where: print(ready_line(where), flush=True)))
+        asyncio.run(run_service(config, lambda at: print(ready_line(at), flush=True), read))
     except Exception as error:
         print(f"failed {to_service_error(error)}", flush=True)
         return 1
     return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code."""
+    # Everything else is imported only after this, so that nothing can happen before.
+    share_fate(int(arguments[0]))
+    return serve_config(sys.stdin.readline())
 
 
 if __name__ == "__main__":

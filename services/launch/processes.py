@@ -6,8 +6,8 @@ answers with one line on its stdout: ``ready name=host:port ...`` or ``failed RE
 process lives (see ``child``), its stderr is ours. It leads a session of its own, so a Ctrl-C at
 the terminal reaches only this process, which then stops its children in order.
 
-Knows nothing of what a service does. ``LocalLauncher`` is used by ``supervise``, and so is
-``ChildProcess`` itself for the router, under every launcher.
+Knows nothing of what a service does. ``LocalLauncher`` is used by ``supervise`` where workers
+cannot be forked (``forking``), and so is ``ChildProcess`` itself for the router, everywhere.
 """
 
 import asyncio
@@ -15,16 +15,32 @@ import contextlib
 import os
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE
 from collections.abc import Mapping
+from typing import Protocol
 
 from services.launch.place import LaunchError
 from services.launch.transfer import Config, write_config
 from services.runtime.settings import WorkerConfig
 
 
+class Process(Protocol):
+    """What is asked of a process; ``asyncio.subprocess.Process`` is one."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdin(self) -> asyncio.StreamWriter | None: ...
+    @property
+    def stdout(self) -> asyncio.StreamReader | None: ...
+    @property
+    def returncode(self) -> int | None: ...
+    async def wait(self) -> int: ...
+    def send_signal(self, signal: int, /) -> None: ...
+
+
 class ChildProcess:
-    """One service in a process of its own. Made by ``start``."""
+    """One service in a process of its own. Made by ``start`` or ``adopt``."""
 
     def __init__(self, name: str, process: Process) -> None:
         self._name = name
@@ -48,6 +64,15 @@ class ChildProcess:
             stdout=PIPE,
             start_new_session=True,
         )
+        return await cls.adopt(name, process, config)
+
+    @classmethod
+    async def adopt(cls, name: str, process: Process, config: Config) -> "ChildProcess":
+        """Tell a new process what to serve and wait until it is ready.
+
+        Raises:
+            LaunchError: it ended instead; the reason is its own.
+        """
         child = cls(name, process)
         try:
             await child._send(write_config(config))

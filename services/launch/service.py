@@ -7,16 +7,25 @@ router`` and ``kvrelay worker``.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from services.launch.transfer import Config
 from services.runtime.settings import RouterConfig
+
+if TYPE_CHECKING:
+    from services.worker.build import ReadModel
 
 ReadyHandler = Callable[[Mapping[str, str]], None]
 """Told the addresses, ``host:port`` by name of the server, once the service is up."""
 
 
-async def run_service(config: Config, on_ready: ReadyHandler) -> None:
+async def run_service(
+    config: Config, on_ready: ReadyHandler, read: "ReadModel | None" = None
+) -> None:
     """Serve until SIGINT or SIGTERM; returns after the drain.
+
+    Args:
+        read: of a worker: its model, where that is in memory already.
 
     Raises:
         Exception: it could not start, or failed later; ``to_service_error`` has the reason.
@@ -31,7 +40,7 @@ async def run_service(config: Config, on_ready: ReadyHandler) -> None:
         async def ready(addresses: WorkerAddresses) -> None:
             on_ready(dataclasses.asdict(addresses))
 
-        await run_worker(config, ready)
+        await run_worker(config, ready, read)
 
 
 def ready_line(addresses: Mapping[str, str]) -> str:

@@ -24,7 +24,7 @@ from services.runtime.lifecycle import Component, Stack, StopSignals, run_until_
 from services.runtime.metrics import MetricsServer, WorkerMetrics, new_registry
 from services.runtime.server import GrpcServer, cluster_token
 from services.runtime.settings import WorkerConfig
-from services.worker.build import LoadedModel, build_engine, load_model
+from services.worker.build import LoadedModel, ReadModel, build_engine, load_model, read_model
 from services.worker.observe import Observer, load_message
 from services.worker.parts import EngineThread, RoleServices, Snapshots
 from services.worker.registration import Registration
@@ -56,14 +56,18 @@ class _Parts:
 class Worker(Component):
     """One instance, from its configuration to its end.
 
+    Args:
+        read: its model, where that is in memory already.
+
     Raises:
         InvalidArgument: an option is wrong.
         FailedPrecondition: there is no cluster token.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, read: ReadModel | None = None) -> None:
         config.validate()
         self._config = config
+        self._read = read
         self._token = cluster_token()
         self._parts: _Parts | None = None
         self._draining = False
@@ -77,9 +81,7 @@ class Worker(Component):
             CapacityError: the KV cache is too small.
             ServiceError: a port is taken, or the router refused this instance.
         """
-        config = self._config
-        loaded = await asyncio.to_thread(load_model, config.model, config.engine)
-        self._parts = self._assemble(loaded)
+        self._parts = self._assemble(await asyncio.to_thread(self._load))
         await self._parts.stack.start()
         await self._parts.services.set_serving(True)
 
@@ -113,6 +115,10 @@ class Worker(Component):
         return WorkerAddresses(
             join_address(host, server.port), join_address(host, metrics_server.port)
         )
+
+    def _load(self) -> LoadedModel:
+        config = self._config
+        return load_model(self._read or read_model(config.model, config.engine), config.engine)
 
     def _assemble(self, loaded: LoadedModel) -> _Parts:
         config, loop = self._config, asyncio.get_running_loop()
@@ -169,10 +175,12 @@ class Worker(Component):
 
 
 async def run_worker(
-    config: WorkerConfig, on_ready: Callable[[WorkerAddresses], Awaitable[None]]
+    config: WorkerConfig,
+    on_ready: Callable[[WorkerAddresses], Awaitable[None]],
+    read: ReadModel | None = None,
 ) -> None:
     """One instance until SIGINT or SIGTERM; ``on_ready`` hears where it listens."""
-    worker = Worker(config)
+    worker = Worker(config, read)
 
     async def ready() -> None:
         await on_ready(worker.addresses)

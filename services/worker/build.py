@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.kv.manager import KvManager
+from engine.loaders.files import ModelFiles
 from engine.loaders.open import open_model
 from engine.loop import Engine, EngineListener
+from engine.models.choose import Weights, read_weights
 from engine.pace import Pace
 from engine.runner import Runner
 from engine.scheduler import Scheduler
@@ -17,6 +19,15 @@ from engine.tokenizer import Tokenizer
 
 WATERMARK_SHARE = 100
 """One block in so many is left for the growth of running answers when a prompt is taken in."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadModel:
+    """A model's files and its weights in memory: what several instances can share."""
+
+    files: ModelFiles
+    tokenizer: Tokenizer
+    weights: Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +39,25 @@ class LoadedModel:
     runner: Runner
 
 
-def load_model(model: str, config: EngineConfig) -> LoadedModel:
-    """Read and pack the weights and lay out the KV cache.
+def read_model(model: str, config: EngineConfig) -> ReadModel:
+    """Read and pack the weights. Starts no thread.
 
     Raises:
         ModelError: the model cannot be served.
-        CapacityError: the KV cache is too small for anything.
     """
     files = open_model(model)
-    return LoadedModel(files.model_id, files.tokenizer(), Runner(config, files))
+    return ReadModel(files, files.tokenizer(), read_weights(config, files))
+
+
+def load_model(read: ReadModel, config: EngineConfig) -> LoadedModel:
+    """Lay out the KV cache and start what computes.
+
+    Raises:
+        CapacityError: the KV cache is too small for anything.
+    """
+    return LoadedModel(
+        read.files.model_id, read.tokenizer, Runner(config, read.files, read.weights)
+    )
 
 
 def build_engine(loaded: LoadedModel, config: EngineConfig, listener: EngineListener) -> Engine:

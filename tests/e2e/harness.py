@@ -33,6 +33,16 @@ def eventually(check: Callable[[], Any], within_s: float, what: str) -> Any:
         time.sleep(0.02)
 
 
+def title_of(process: psutil.Process) -> list[str]:
+    """The words by which a list of processes shows it."""
+    return " ".join(process.cmdline()).split()
+
+
+def all_gone(family: list[psutil.Process]) -> bool:
+    """None of them runs any more; what has lost its parent is reaped a moment later."""
+    return not psutil.wait_procs(family, timeout=2)[1]
+
+
 @dataclass
 class Cluster:
     """One running ``kvrelay serve``."""
@@ -70,8 +80,8 @@ class Cluster:
         """The process id of the one worker with this role."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                arguments = child.cmdline()
-                if "worker" in arguments and role in arguments:
+                title = title_of(child)
+                if "worker" in title and role in title:
                     return child.pid
         raise AssertionError(f"no {role} worker process")
 

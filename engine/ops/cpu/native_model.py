@@ -1,6 +1,6 @@
 """A Llama that computes a whole step in one native call.
 
-    1  pack     once: every weight into panels (``weights``), rope tables, threads
+    1  build    once, over packed weights (``weights``): rope tables, threads
     2  step     a mixed batch of prompt chunks and decode rows: KV is written layer by layer,
                 logits come out for the rows that sample
     3  announce while the call runs, ``LayerCounter`` tells how many layers' KV is written, so
@@ -23,7 +23,7 @@ from engine.kv.cache import PagedKvCache
 from engine.ops.cpu import bindings
 from engine.ops.cpu.build import NativeUnavailable, library
 from engine.ops.cpu.instruction_sets import InstructionSet
-from engine.ops.cpu.weights import PackedWeights, WeightSource
+from engine.ops.cpu.weights import PackedWeights
 from kvtransfer.layout import KvLayout
 
 CACHE_KINDS = {
@@ -76,7 +76,6 @@ class NativeLlama:
     """Weights packed for this machine, and the threads that multiply them.
 
     Args:
-        recipe: one of ``weights.RECIPES``.
         max_positions: longest context; 0: what the model was trained for.
         instruction_set: None: the widest this machine runs.
 
@@ -88,15 +87,14 @@ class NativeLlama:
     def __init__(
         self,
         config: ModelConfig,
-        source: WeightSource,
-        recipe: str,
+        weights: PackedWeights,
         threads: int = 1,
         max_positions: int = 0,
         instruction_set: InstructionSet | None = None,
     ) -> None:
         self.config = config
         self.native = bindings.load(library(instruction_set))
-        self.weights = PackedWeights(config, source, recipe)
+        self.weights = weights
         self._struct = self._model_struct(max_positions or config.max_positions)
         self._context = self.native.kvr_context_new(threads)
         if not self._context:

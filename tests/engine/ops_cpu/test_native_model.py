@@ -14,10 +14,11 @@ import pytest
 from engine.config import ModelConfig
 from engine.errors import UnsupportedModel
 from engine.kv.cache import PagedKvCache
+from engine.loaders.files import ModelFiles
 from engine.loaders.open import open_model
 from engine.models.on_native import FileWeights
 from engine.ops.cpu.native_model import NativeLlama, NativeStep, SequenceRows
-from engine.ops.cpu.weights import check_shapes
+from engine.ops.cpu.weights import PackedWeights, check_shapes
 from kvtransfer.layout import KvLayout
 from tests.tiny_model import LAYERS, make_tiny_model
 
@@ -28,9 +29,13 @@ TABLE = np.arange(1, 17, dtype=np.int32)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NativeLlama]:
     files = open_model(str(make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")))
-    built = NativeLlama(files.config, FileWeights(files), "bf16", max_positions=512)
+    built = NativeLlama(files.config, packed(files), max_positions=512)
     yield built
     built.close()
+
+
+def packed(files: ModelFiles) -> PackedWeights:
+    return PackedWeights(files.config, FileWeights(files), "bf16")
 
 
 @pytest.fixture
@@ -185,7 +190,7 @@ def test_busy_neighbours_slow_it_in_proportion(tmp_path: Path) -> None:
     """One thread per core and as many busy processes: half the machine, not a collapse."""
     files = open_model(str(make_tiny_model(tmp_path / "model")))
     cores = len(os.sched_getaffinity(0))
-    model = NativeLlama(files.config, FileWeights(files), "bf16", cores, max_positions=512)
+    model = NativeLlama(files.config, packed(files), cores, max_positions=512)
     cache = PagedKvCache(NativeLlama.kv_layout(files.config, "bfloat16", 16), 20)
 
     def median_s() -> float:

@@ -26,6 +26,7 @@ from engine.ops.cpu.instruction_sets import (
     of_this_machine,
 )
 from engine.ops.cpu.native_model import NativeLlama, SequenceRows
+from engine.ops.cpu.weights import PackedWeights
 from tests.engine.loaders.llama_files import random_weights, write_gguf
 from tests.engine.models.tiny_llama import Shape, oracle_logits, random_llama, write_directory
 from tests.tiny_model import make_tiny_model
@@ -72,7 +73,10 @@ class Bench:
         self, files: ModelFiles, recipe: str, chosen: InstructionSet | None = None, threads: int = 1
     ) -> None:
         self.model = NativeLlama(
-            files.config, FileWeights(files), recipe, threads, instruction_set=chosen
+            files.config,
+            PackedWeights(files.config, FileWeights(files), recipe),
+            threads,
+            instruction_set=chosen,
         )
         dtype = "float32" if recipe == "float32" else "bfloat16"
         layout = NativeLlama.kv_layout(files.config, dtype, 16)
