@@ -8,6 +8,7 @@ does not fit, nobody behind it takes blocks before it, so the large ones do not 
 
 from collections import deque
 
+from engine.config import EngineConfig
 from engine.kv.manager import KvManager
 from engine.plan import Picked
 from engine.request import Purpose, Sequence, SequenceEvent, SequenceState
@@ -31,10 +32,11 @@ def awaits_reservation(sequence: Sequence) -> bool:
 class Admission:
     """Moves sequences between the line and the blocks."""
 
-    def __init__(self, roster: Roster, kv: KvManager, max_decode_sequences: int) -> None:
+    def __init__(self, roster: Roster, kv: KvManager, config: EngineConfig) -> None:
         self._roster = roster
         self._kv = kv
-        self._max_decode_sequences = max_decode_sequences
+        self._max_decode_sequences = config.max_decode_sequences
+        self._max_prefill_batch = config.max_prefill_batch
         self._blocked: Sequence | None = None  # in line, does not fit: nobody overtakes it
         self.num_preemptions = 0
 
@@ -50,14 +52,20 @@ class Admission:
         slots = self._num_free_slots()
         offers = MAX_OPEN_OFFERS - self._roster.num_ungranted()
         prefills = deque(self._roster.prefills())
-        tokens_ahead = 0
+        tokens_ahead = prompts_ahead = 0
         for sequence in self._roster.waiting:
             while prefills and self._roster.goes_before(prefills[0], sequence):
                 tokens_ahead += _num_tokens_left(prefills.popleft())
+                prompts_ahead += 1
+            steps = 2 if sequence.purpose is Purpose.SOURCE else 1
+            soon = (
+                tokens_ahead < steps * room_tokens
+                and prompts_ahead < steps * self._max_prefill_batch
+            )
             if sequence.purpose is Purpose.SOURCE:
-                wanted = offers > 0 and tokens_ahead < 2 * room_tokens
+                wanted = offers > 0 and soon
             else:
-                wanted = slots > 0 and (awaits_reservation(sequence) or tokens_ahead < room_tokens)
+                wanted = slots > 0 and (awaits_reservation(sequence) or soon)
             if not wanted:
                 continue
             if not self._admit(sequence):
@@ -65,7 +73,9 @@ class Admission:
             slots -= sequence.purpose is not Purpose.SOURCE
             offers -= not sequence.granted
             if sequence.state is _S.PREFILLING:
-                tokens_ahead += _num_tokens_left(sequence) if sequence.granted else 0
+                if sequence.granted:
+                    tokens_ahead += _num_tokens_left(sequence)
+                    prompts_ahead += 1
                 if sequence.num_preemptions == 0:
                     picked.append(self._picked(sequence))
         return picked

@@ -55,8 +55,15 @@ class EngineConfig:
     """Longest prompt + answer in tokens; 0: what the model was trained for."""
     threads: int = 1
     """Compute threads of an instance."""
+    schedule: str = "decode_first"
+    """Who goes first: decode_first (every step carries all decodes, prompts fill the rest) or
+    prefill_first (steps of prompts alone while some wait, then one of all decodes)."""
     token_budget: int = 2048
     """Most tokens in one step."""
+    max_prefill_batch: int = 64
+    """Most prompts in one step."""
+    max_consecutive_prefill_steps: int = 4
+    """With prefill_first: most steps of prompts alone while a decode waits."""
     max_decode_sequences: int = 64
     """Most sequences decoding at once."""
     max_step_s: float = 0.2

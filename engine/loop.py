@@ -212,12 +212,12 @@ class Engine:
             return
         finally:
             self._running_step = None
-        ended_s = self._clock()
+        elapsed_s = self._clock() - started_s
         num_decode, num_prefill = plan.num_decode_tokens, plan.num_prefill_tokens
-        record = StepRecord(num_decode, num_prefill, ended_s - started_s)
+        record = StepRecord(num_decode, num_prefill, elapsed_s)
         self._pace.observe(num_prefill, num_decode, record.elapsed_s)
         with self._changed:
-            events = self._scheduler.apply(plan, result, ended_s)
+            events = self._scheduler.apply(plan, result)
         self._listener.stepped(events, record)
 
     def _next_plan(self) -> StepPlan | None:
@@ -227,8 +227,8 @@ class Engine:
                 if self._stopping:
                     return None
                 self._dirty = False
-                limit = self._pace.limit_tokens(self._scheduler.num_decoding > 0)
-                plan, picked = self._scheduler.plan(self._clock(), limit)
+                limit = self._pace.limit_tokens(self._scheduler.chunks_ride_beside_decodes)
+                plan, picked = self._scheduler.plan(limit)
                 if not plan.sequences and not picked:
                     # Nothing can move until somebody submits, grants, joins or finishes.
                     self._changed.wait_for(lambda: self._dirty or self._stopping)

@@ -1,11 +1,13 @@
 """Who goes first: the scheduler's policy as pure functions. No state, no blocks, no clock.
 
 ``decode_first``: every step carries all sequences that decode, prefill chunks fill the rest.
-Order is first come, first served within a priority, with aging. Called by ``scheduler`` and
+``prefill_first``: chunks alone while prompts wait, but only so many steps; then all decodes.
+Order is first come, first served within a priority, with aging. Called by ``composer`` and
 ``roster``.
 """
 
 from collections.abc import Iterable
+from enum import Enum, StrEnum, auto
 
 PRIORITY_STEP_S = 10.0
 """One level of priority is worth having arrived this much earlier."""
@@ -13,6 +15,35 @@ MAX_PRIORITY = 30
 """Priorities beyond +-30 count as +-30, so nobody waits behind more than ten minutes of others."""
 
 Rank = tuple[float, int]
+
+
+class Schedule(StrEnum):
+    """Who goes first."""
+
+    DECODE_FIRST = "decode_first"
+    PREFILL_FIRST = "prefill_first"
+
+
+class Turn(Enum):
+    """Whose step the next one is."""
+
+    BOTH = auto()
+    PREFILLS = auto()  # a step without a chunk is the decodes' after all
+    DECODES = auto()
+
+
+def next_turn(
+    schedule: Schedule, num_decodes: int, num_prefill_steps: int, max_prefill_steps: int
+) -> Turn:
+    """Whose step comes next.
+
+    Args:
+        num_prefill_steps: steps of prompts alone since the last that carried decodes.
+    """
+    if schedule is Schedule.DECODE_FIRST:
+        return Turn.BOTH
+    waited_enough = num_decodes > 0 and num_prefill_steps >= max_prefill_steps
+    return Turn.DECODES if waited_enough else Turn.PREFILLS
 
 
 def rank(priority: int, arrival_s: float, number: int) -> Rank:

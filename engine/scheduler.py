@@ -1,8 +1,8 @@
 """Which tokens the next step computes, and what follows from its result.
 
 Decides for the sequences of one engine. Knows counts and blocks, not tensors, text or
-handoffs. Called by ``loop``, which holds a lock, passes the time in, and has at most one step
-in flight:
+handoffs. Called by ``loop``, which holds a lock, passes the time of arrivals in, and has at most
+one step in flight:
 
     add / reserve     a sequence gets in line
     plan              the first in line get blocks (``Picked``); this step's tokens are chosen
@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from engine.admission import Admission, awaits_reservation
+from engine.composer import Composer
 from engine.config import EngineConfig
 from engine.errors import (
     CapacityError,
@@ -33,14 +34,12 @@ from engine.errors import (
     InvalidRequest,
 )
 from engine.kv.manager import KvManager
-from engine.order import chunk_ends, prefill_room
 from engine.plan import (
     Computed,
     EngineEvent,
     Failed,
     Picked,
     Sampled,
-    ScheduledSequence,
     StepPlan,
     StepResult,
 )
@@ -73,7 +72,7 @@ class Scheduler:
     """The scheduler of one engine.
 
     Args:
-        config: ``token_budget`` and ``max_decode_sequences`` are read.
+        config: its limits and its schedule are read.
         kv: the engine's blocks; nobody else allocates from it.
         max_context: most tokens of prompt and answer together.
 
@@ -92,11 +91,11 @@ class Scheduler:
         self.kv = kv
         self.max_sequence_tokens = min(max_context, kv.capacity_tokens)
         """Most tokens of prompt and answer together: where an answer ends with LENGTH."""
-        self._token_budget = config.token_budget
         self._max_decode_sequences = config.max_decode_sequences
         self._eos_token_ids = frozenset(eos_token_ids)
         self._roster = Roster()
-        self._admission = Admission(self._roster, kv, config.max_decode_sequences)
+        self._admission = Admission(self._roster, kv, config)
+        self._composer = Composer(self._roster, self._admission, kv, config)
         self._in_flight: dict[str, Sequence] = {}
         self._num_steps = 0
 
@@ -195,8 +194,9 @@ class Scheduler:
         return self._roster.num_running
 
     @property
-    def num_decoding(self) -> int:
-        return len(self._roster.decodes())
+    def chunks_ride_beside_decodes(self) -> bool:
+        """A chunk of the next step delays the tokens of running answers."""
+        return self._composer.chunks_ride_beside_decodes
 
     def has_work(self) -> bool:
         """False: a plan would be empty. If one is empty all the same, nothing moves by itself."""
@@ -229,7 +229,7 @@ class Scheduler:
 
     # ---- plan ------------------------------------------------------------------------------
 
-    def plan(self, now_s: float, prefill_limit_tokens: int) -> tuple[StepPlan, list[Picked]]:
+    def plan(self, prefill_limit_tokens: int) -> tuple[StepPlan, list[Picked]]:
         """The next step, and who got blocks. An empty plan is not in flight.
 
         Args:
@@ -238,48 +238,16 @@ class Scheduler:
         """
         if self._in_flight:
             raise IllegalTransition("planned while a step is in flight")
-        preempted = self._admission.grow_decodes()
-        decodes = self._roster.decodes()
-        room = prefill_room(
-            len(decodes), self._token_budget, prefill_limit_tokens, self.kv.block_size
-        )
-        # Who just lost its blocks must not take them back in the same breath.
-        picked = [] if preempted else self._admission.pick(room)
-        chunks = self._chunks(room)
-        if not decodes and not chunks:
+        composition, picked = self._composer.compose(prefill_limit_tokens)
+        if not composition.sequences:
             return StepPlan(self._num_steps), picked
         self._num_steps += 1
-        self._in_flight = {s.request_id: s for s in (*decodes, *(s for s, _ in chunks))}
-        rows = [self._row(s, s.num_tokens) for s in decodes]
-        rows += [self._row(s, end) for s, end in chunks]
-        num_prefill_tokens = sum(len(row.token_ids) for row in rows[len(decodes) :])
-        return StepPlan(self._num_steps, tuple(rows), len(decodes), num_prefill_tokens), picked
-
-    def _chunks(self, room_tokens: int) -> list[tuple[Sequence, int]]:
-        """The prefills that get a chunk in this step, and where it ends."""
-        prefills = self._roster.prefills()
-        spans = [(s.num_computed_tokens, s.num_tokens) for s in prefills]
-        ends = chunk_ends(spans, room_tokens, self.kv.block_size)
-        return [
-            (sequence, end)
-            for sequence, end in zip(prefills, ends, strict=True)
-            if end > sequence.num_computed_tokens
-        ]
-
-    def _row(self, sequence: Sequence, end: int) -> ScheduledSequence:
-        start = sequence.num_computed_tokens
-        return ScheduledSequence(
-            request_id=sequence.request_id,
-            token_ids=_tokens_between(sequence, start, end),
-            start=start,
-            block_table=self.kv.block_table(sequence.request_id),
-            samples=end == sequence.num_tokens,
-            sampling=sequence.request.sampling,
-        )
+        self._in_flight = {s.request_id: s for s in composition.sequences}
+        return self._composer.plan_of(self._num_steps, composition), picked
 
     # ---- apply -----------------------------------------------------------------------------
 
-    def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[EngineEvent]:
+    def apply(self, plan: StepPlan, result: StepResult) -> list[EngineEvent]:
         """The step has ended. Tells what it computed and sampled.
 
         A row in ``failures`` ends its sequence. A row that should have sampled and has neither
@@ -372,13 +340,3 @@ class Scheduler:
         sequence.advance(_E.FINISH)
         self._admission.left(sequence)
         return self._roster.forget(sequence)
-
-
-def _tokens_between(sequence: Sequence, start: int, end: int) -> tuple[int, ...]:
-    """Without building the whole: a decode step wants one token of thousands."""
-    num_prompt_tokens = sequence.num_prompt_tokens
-    prompt = sequence.request.prompt_token_ids[start:end]
-    output = sequence.output_token_ids[
-        max(0, start - num_prompt_tokens) : max(0, end - num_prompt_tokens)
-    ]
-    return (*prompt, *output)

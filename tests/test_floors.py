@@ -36,6 +36,7 @@ FLOORS = {
     "engine.plan": (0, "engine"),
     "engine.scheduler": (0, "engine"),
     "engine.admission": (0, "engine"),
+    "engine.composer": (0, "engine"),
     "engine.roster": (0, "engine"),
     "engine.order": (0, "engine"),
     "engine.pace": (0, "engine"),

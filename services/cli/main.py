@@ -50,6 +50,13 @@ def serve(
     kv_cache_bytes: options.KvCacheBytes = ENGINE.kv_cache_bytes,
     block_size: options.BlockSize = ENGINE.block_size,
     max_context: options.MaxContext = ENGINE.max_context,
+    schedule: options.Schedule = ENGINE.schedule,
+    token_budget: options.TokenBudget = ENGINE.token_budget,
+    max_prefill_batch: options.MaxPrefillBatch = ENGINE.max_prefill_batch,
+    max_decode_sequences: options.MaxDecodeSequences = ENGINE.max_decode_sequences,
+    max_consecutive_prefill_steps: options.MaxConsecutivePrefillSteps = (
+        ENGINE.max_consecutive_prefill_steps
+    ),
     disaggregate_from: options.DisaggregateFrom = ROUTER.disaggregate_from,
     host: options.Host = ROUTER.host,
     grpc_port: options.GrpcPort = ROUTER.grpc_port,
@@ -74,6 +81,11 @@ def serve(
         block_size=block_size,
         kv_cache_bytes=kv_cache_bytes,
         max_context=max_context,
+        schedule=schedule,
+        token_budget=token_budget,
+        max_prefill_batch=max_prefill_batch,
+        max_decode_sequences=max_decode_sequences,
+        max_consecutive_prefill_steps=max_consecutive_prefill_steps,
         threads=threads,
     )
     router = RouterConfig(
@@ -191,6 +203,13 @@ def worker(
     kv_cache_bytes: options.KvCacheBytes = ENGINE.kv_cache_bytes,
     block_size: options.BlockSize = ENGINE.block_size,
     max_context: options.MaxContext = ENGINE.max_context,
+    schedule: options.Schedule = ENGINE.schedule,
+    token_budget: options.TokenBudget = ENGINE.token_budget,
+    max_prefill_batch: options.MaxPrefillBatch = ENGINE.max_prefill_batch,
+    max_decode_sequences: options.MaxDecodeSequences = ENGINE.max_decode_sequences,
+    max_consecutive_prefill_steps: options.MaxConsecutivePrefillSteps = (
+        ENGINE.max_consecutive_prefill_steps
+    ),
     drain_timeout_s: Annotated[
         float, field_option(WorkerConfig, "drain_timeout_s", metavar="SECONDS")
     ] = STANDALONE_WORKER.drain_timeout_s,
@@ -207,6 +226,11 @@ def worker(
         block_size=block_size,
         kv_cache_bytes=kv_cache_bytes,
         max_context=max_context,
+        schedule=schedule,
+        token_budget=token_budget,
+        max_prefill_batch=max_prefill_batch,
+        max_decode_sequences=max_decode_sequences,
+        max_consecutive_prefill_steps=max_consecutive_prefill_steps,
         threads=threads,
     )
     _run_alone(

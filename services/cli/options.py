@@ -60,6 +60,15 @@ KvCacheBytes = Annotated[
     int, field_option(EngineConfig, "kv_cache_bytes", parser=parse_size, metavar="SIZE")
 ]
 BlockSize = Annotated[int, field_option(EngineConfig, "block_size", metavar="TOKENS")]
+Schedule = Annotated[
+    str, field_option(EngineConfig, "schedule", metavar="decode_first|prefill_first")
+]
+TokenBudget = Annotated[int, field_option(EngineConfig, "token_budget", metavar="TOKENS")]
+MaxPrefillBatch = Annotated[int, field_option(EngineConfig, "max_prefill_batch", metavar="N")]
+MaxDecodeSequences = Annotated[int, field_option(EngineConfig, "max_decode_sequences", metavar="N")]
+MaxConsecutivePrefillSteps = Annotated[
+    int, field_option(EngineConfig, "max_consecutive_prefill_steps", metavar="N")
+]
 MaxContext = Annotated[int, field_option(EngineConfig, "max_context", metavar="TOKENS")]
 Transport = Annotated[str, field_option(WorkerConfig, "transport", metavar="auto|grpc")]
 

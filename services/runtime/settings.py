@@ -13,6 +13,7 @@ from enum import StrEnum
 from functools import cache
 
 from engine.config import EngineConfig
+from engine.order import Schedule
 from protos import cluster_pb2
 from services.runtime.address import check_bind
 from services.runtime.errors import InvalidArgument, NotFound
@@ -118,6 +119,16 @@ class WorkerConfig:
         validate_engine(self.engine)
 
 
+_AT_LEAST_ONE = (
+    "block_size",
+    "threads",
+    "token_budget",
+    "max_prefill_batch",
+    "max_decode_sequences",
+    "max_consecutive_prefill_steps",
+)
+
+
 def validate_engine(engine: EngineConfig) -> None:
     """Check what can be checked without a model or a device.
 
@@ -126,8 +137,15 @@ def validate_engine(engine: EngineConfig) -> None:
     """
     _check_choice("device", engine.device, ("auto", "cpu", "cuda"))
     _check_choice("dtype", engine.dtype, ("auto", "float32", "bfloat16"))
-    for name in ("block_size", "threads", "token_budget", "max_decode_sequences"):
+    _check_choice("schedule", engine.schedule, tuple(Schedule))
+    for name in _AT_LEAST_ONE:
         _check_at_least(name, getattr(engine, name), 1)
+    least = engine.max_decode_sequences + engine.block_size
+    if engine.token_budget < least:
+        raise InvalidArgument(
+            "--token-budget",
+            f"{engine.token_budget} is less than --max-decode-sequences + --block-size = {least}",
+        )
     for name in ("kv_cache_bytes", "max_context"):
         _check_at_least(name, getattr(engine, name), 0)
     if not engine.max_step_s > 0:

@@ -21,9 +21,18 @@ class Bench:
         slots: int = 8,
         watermark: int = 0,
         max_context: int = 1000,
+        schedule: str = "decode_first",
+        prefill_batch: int = 64,
+        prefill_steps: int = 4,
     ) -> None:
         self.kv = KvManager(num_blocks, BLOCK, "m", watermark_blocks=watermark)
-        config = EngineConfig(token_budget=budget, max_decode_sequences=slots)
+        config = EngineConfig(
+            token_budget=budget,
+            max_decode_sequences=slots,
+            schedule=schedule,
+            max_prefill_batch=prefill_batch,
+            max_consecutive_prefill_steps=prefill_steps,
+        )
         self.scheduler = Scheduler(config, self.kv, [EOS], max_context)
         self.token_id = 7
         self.picked: list[str] = []
@@ -49,14 +58,14 @@ class Bench:
         return Request(request_id, tuple(range(first, first + num_tokens)), sampling, priority)
 
     def plan(self, limit: int = 1000) -> StepPlan:
-        plan, picked = self.scheduler.plan(0.0, limit)
+        plan, picked = self.scheduler.plan(limit)
         self.scheduler.check_integrity()
         self.picked += [event.request_id for event in picked]
         return plan
 
     def apply(self, plan: StepPlan) -> list[EngineEvent]:
         tokens = {row.request_id: self.token_id for row in plan.sequences if row.samples}
-        events = self.scheduler.apply(plan, StepResult(tokens), 0.0)
+        events = self.scheduler.apply(plan, StepResult(tokens))
         self.scheduler.check_integrity()
         return events
 

@@ -90,6 +90,7 @@ class Simulation:
         self.now_s = 0.0
         self.chances = Chances()
         self.num_steps = 0
+        self.num_waits = 0
 
     # ---- requests --------------------------------------------------------------------------
 
@@ -187,7 +188,7 @@ class Simulation:
     def step(self, limit_tokens: int) -> StepPlan:
         self.now_s += 0.1
         self.num_steps += 1
-        plan, picked = self.scheduler.plan(self.now_s, limit_tokens)
+        plan, picked = self.scheduler.plan(limit_tokens)
         self.check()
         self.check_plan(plan, limit_tokens)
         self.hear(list(picked))
@@ -200,7 +201,7 @@ class Simulation:
             ids = [row.request_id for row in plan.sequences]
             self.hear(self.scheduler.fail(ids, "crashed"))
         else:
-            self.hear(self.scheduler.apply(plan, result, self.now_s))
+            self.hear(self.scheduler.apply(plan, result))
         self.check()
         return plan
 
@@ -255,7 +256,7 @@ class Simulation:
         assert plan.num_tokens <= self.config.token_budget
         assert plan.num_prefill_tokens <= max(limit_tokens, block_size)
         assert plan.num_decode_tokens <= self.config.max_decode_sequences
-        assert plan.num_decode_tokens == self.scheduler.stats().num_decoding
+        self.check_turn(plan)
         for number, row in enumerate(rows):
             job = self.jobs[row.request_id]
             assert row.token_ids and len(row.block_table) * block_size >= row.end
@@ -267,6 +268,19 @@ class Simulation:
                 assert len(row.token_ids) == 1 and row.samples
             else:
                 assert row.samples or row.end % block_size == 0
+
+    def check_turn(self, plan: StepPlan) -> None:
+        num_decoding = self.scheduler.stats().num_decoding
+        num_prompts = len(plan.sequences) - plan.num_decode_tokens
+        assert num_prompts <= self.config.max_prefill_batch
+        if self.config.schedule == "decode_first" or not num_prompts:
+            assert plan.num_decode_tokens == num_decoding
+        else:
+            assert plan.num_decode_tokens == 0
+        # No decode is kept waiting for longer than the schedule allows.
+        waits = num_decoding > 0 and plan.num_decode_tokens == 0
+        self.num_waits = self.num_waits + 1 if waits else 0
+        assert self.num_waits <= self.config.max_consecutive_prefill_steps
 
     def check_answer(self, job: Job) -> None:
         limit_tokens = self.scheduler.max_sequence_tokens

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.order import MAX_PRIORITY, PRIORITY_STEP_S, chunk_ends, prefill_room, rank
+from engine.order import (
+    MAX_PRIORITY,
+    PRIORITY_STEP_S,
+    Schedule,
+    Turn,
+    chunk_ends,
+    next_turn,
+    prefill_room,
+    rank,
+)
 
 
 def test_first_come_first_served_within_a_priority() -> None:
@@ -42,6 +51,23 @@ def test_the_key_is_the_aged_priority_at_any_moment(
     for one, other in itertools.combinations(waiting, 2):
         if abs(aged(*one) - aged(*other)) > 1e-6:
             assert (aged(*one) < aged(*other)) == (rank(*one, 0) < rank(*other, 0))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_decodes", "num_prefill_steps", "turn"),
+    [
+        (Schedule.DECODE_FIRST, 0, 9, Turn.BOTH),
+        (Schedule.DECODE_FIRST, 5, 9, Turn.BOTH),
+        (Schedule.PREFILL_FIRST, 5, 0, Turn.PREFILLS),
+        (Schedule.PREFILL_FIRST, 5, 2, Turn.PREFILLS),
+        (Schedule.PREFILL_FIRST, 5, 3, Turn.DECODES),
+        (Schedule.PREFILL_FIRST, 0, 3, Turn.PREFILLS),
+    ],
+)
+def test_whose_turn_it_is(
+    schedule: Schedule, num_decodes: int, num_prefill_steps: int, turn: Turn
+) -> None:
+    assert next_turn(schedule, num_decodes, num_prefill_steps, 3) is turn
 
 
 @pytest.mark.parametrize(

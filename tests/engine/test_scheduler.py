@@ -31,6 +31,27 @@ def test_decodes_come_first_and_chunks_fill_the_rest() -> None:
     assert [row.samples for row in plan.sequences] == [True, True]
 
 
+def test_prefill_first_reads_prompts_alone_then_lets_the_decodes_step() -> None:
+    bench = Bench(schedule="prefill_first", prefill_steps=2)
+    bench.add("a", 10)
+    bench.step()
+    bench.add("b", 100)
+    seen = []
+    for _ in range(8):
+        plan = bench.plan(limit=32)
+        seen.append([row.request_id for row in plan.sequences])
+        bench.apply(plan)
+    assert seen == [["b"], ["a"], ["b"], ["b"], ["a"], ["b"], ["a", "b"], ["a", "b"]]
+
+
+def test_so_many_prompts_in_a_step() -> None:
+    bench = Bench(prefill_batch=2)
+    for name in "abc":
+        bench.add(name, 10)
+    assert [row.request_id for row in bench.plan().sequences] == ["a", "b"]
+    assert bench.picked == ["a", "b"]
+
+
 def test_a_limit_below_a_block_still_gets_on() -> None:
     bench = Bench()
     bench.add("a", 40)
@@ -64,7 +85,7 @@ def test_a_row_without_a_token_is_planned_again() -> None:
     bench.add("a", 10)
     bench.step()
     plan = bench.plan()
-    assert bench.scheduler.apply(plan, StepResult({}), 0.0) == []
+    assert bench.scheduler.apply(plan, StepResult({})) == []
     assert spans(bench.plan()) == spans(plan)
 
 
@@ -74,7 +95,7 @@ def test_a_failed_row_ends_and_the_others_stand() -> None:
     bench.add("b", 20)
     plan = bench.plan()
     result = StepResult({"b": 7}, {"a": "not finite"})
-    events = bench.scheduler.apply(plan, result, 0.0)
+    events = bench.scheduler.apply(plan, result)
     assert events == [Failed("a", "not finite"), Sampled("b", 7, None)]
     bench.scheduler.check_integrity()
     # What a failed row wrote is found by nobody.

@@ -12,7 +12,7 @@ from tests.engine.scheduler_bench import EOS, LONG, Bench, spans
 def test_a_source_offers_when_picked_and_computes_when_granted() -> None:
     bench = Bench()
     bench.add("s", 40, Purpose.SOURCE)
-    plan, picked = bench.scheduler.plan(0.0, 32)
+    plan, picked = bench.scheduler.plan(32)
     assert plan.sequences == () and picked == [Picked("s", 0, (0, 1, 2))]
     assert bench.plan().sequences == () and bench.picked == []
     bench.scheduler.grant("s")
@@ -33,7 +33,7 @@ def test_a_source_computes_only_what_its_own_prefix_cache_lacks() -> None:
     bench.step()
     bench.scheduler.finish("first")
     bench.scheduler.add(Request("s", prompt, LONG), Purpose.SOURCE, 1.0)
-    _, picked = bench.scheduler.plan(0.0, 1000)
+    _, picked = bench.scheduler.plan(1000)
     assert picked == [Picked("s", 32, (0, 1, 3))]
     bench.scheduler.grant("s")
     assert spans(bench.plan()) == [("s", 32, 48)]

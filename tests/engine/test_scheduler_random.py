@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.errors import CapacityError
+from engine.order import PRIORITY_STEP_S, Schedule
 from engine.request import FinishReason, Purpose, Request, SamplingParams
 from tests.engine.scheduler_simulation import MAX_CONTEXT, Chances, Simulation
 
@@ -39,6 +40,9 @@ worlds = st.fixed_dictionaries(
             EngineConfig,
             token_budget=st.sampled_from([40, 64, 256]),
             max_decode_sequences=st.sampled_from([1, 3, 8]),
+            schedule=st.sampled_from(["decode_first", "prefill_first"]),
+            max_prefill_batch=st.sampled_from([64, 1, 2]),
+            max_consecutive_prefill_steps=st.sampled_from([4, 1, 2]),
         ),
     }
 )
@@ -107,10 +111,11 @@ def test_disturbed_work_ends_as_if_undisturbed_at_length(
     live_through(Simulation(**world), PURPOSES[role], num_requests=25)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("schedule", list(Schedule))
 @pytest.mark.parametrize("seed", range(3))
-def test_preempted_work_always_ends(seed: int) -> None:
+def test_preempted_work_always_ends(seed: int, schedule: Schedule) -> None:
     """Twelve answers of 60 tokens in blocks for three: nobody is aborted, all are exact."""
-    config = EngineConfig(token_budget=64, max_decode_sequences=8)
+    config = EngineConfig(token_budget=64, max_decode_sequences=8, schedule=schedule)
     simulation = Simulation(seed, num_blocks=14, block_size=16, watermark=0, config=config)
     simulation.chances = Chances(abort=0, lose_row=0, fail_row=0, crash=0)
     sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -126,3 +131,38 @@ def test_preempted_work_always_ends(seed: int) -> None:
         assert job.ended is FinishReason.LENGTH and len(job.output) == 60
         simulation.check_answer(job)
     simulation.check_over()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    schedule=st.sampled_from(list(Schedule)),
+    priority=st.integers(0, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_nobody_starves_under_endless_arrivals(
+    schedule: Schedule, priority: int, seed: int
+) -> None:
+    """One request of low priority; more urgent ones keep coming, faster than they are served.
+
+    Ten requests arrive a second. Aging lets at most those of ``priority`` levels overtake, and
+    each is bounded: so is the wait, whatever comes behind.
+    """
+    config = EngineConfig(
+        token_budget=64, max_decode_sequences=3, schedule=schedule, max_consecutive_prefill_steps=2
+    )
+    simulation = Simulation(seed, num_blocks=20, block_size=16, watermark=1, config=config)
+    simulation.chances = Chances(abort=0, lose_row=0, fail_row=0, crash=0)
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    modest = simulation.submit(
+        Request("modest", TEMPLATES[0][:30], sampling, priority), Purpose.LOCAL
+    )
+    step_s = 0.1
+    num_overtaking = 1 + int(priority * PRIORITY_STEP_S / step_s)
+    most_steps = 20 + 8 * num_overtaking
+    while modest.ended is None:
+        assert simulation.num_steps < most_steps, "starves"
+        prompt = simulation.rng.choice(TEMPLATES)[: simulation.rng.choice([5, 16, 33])]
+        name = f"urgent{simulation.num_steps}"
+        simulation.submit(Request(name, prompt, sampling, 0), Purpose.LOCAL)
+        simulation.step(64)
+    simulation.check_answer(modest)

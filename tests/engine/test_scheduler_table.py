@@ -61,8 +61,8 @@ def new_scheduler() -> Scheduler:
 
 
 def step(scheduler: Scheduler) -> StepPlan:
-    plan, _ = scheduler.plan(0.0, 32)
-    scheduler.apply(plan, StepResult({r.request_id: 7 for r in plan.sequences if r.samples}), 0.0)
+    plan, _ = scheduler.plan(32)
+    scheduler.apply(plan, StepResult({r.request_id: 7 for r in plan.sequences if r.samples}))
     return plan
 
 
@@ -152,7 +152,7 @@ def test_finish_from_every_state_frees_everything_and_may_be_repeated(enter: Ent
 def test_a_crash_in_every_state_frees_everything(enter: Enter) -> None:
     scheduler = new_scheduler()
     enter(scheduler)
-    scheduler.plan(0.0, 32)
+    scheduler.plan(32)
     failed = scheduler.fail(["r", "first", "never seen"], "crashed")
     assert "r" in {event.request_id for event in failed}
     scheduler.check_integrity()

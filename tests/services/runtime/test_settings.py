@@ -70,6 +70,14 @@ def test_bad_router_config_names_the_option(change: dict[str, object], option: s
         ({"engine": EngineConfig(device="tpu")}, "--device"),
         ({"engine": EngineConfig(block_size=0)}, "--block-size"),
         ({"engine": EngineConfig(threads=0)}, "--threads"),
+        ({"engine": EngineConfig(schedule="fair")}, "--schedule"),
+        ({"engine": EngineConfig(max_prefill_batch=0)}, "--max-prefill-batch"),
+        ({"engine": EngineConfig(max_decode_sequences=0)}, "--max-decode-sequences"),
+        (
+            {"engine": EngineConfig(max_consecutive_prefill_steps=0)},
+            "--max-consecutive-prefill-steps",
+        ),
+        ({"engine": EngineConfig(token_budget=79)}, "--token-budget"),
         ({"engine": EngineConfig(max_step_s=0)}, "--max-step-s"),
     ],
 )
