@@ -157,12 +157,13 @@ class Engine:
             self._wake()
 
     def finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        """How the answer ends if ``token_id`` is its first token; None: it goes on."""
-        return self._scheduler.finish_reason(request, token_id)
+        """How the answer ends if ``token_id`` is its first new one; None: it goes on."""
+        num_output_tokens = len(request.output_token_ids) + 1
+        return self._scheduler.finish_reason(request, token_id, num_output_tokens)
 
     def block_hashes(self, request: Request) -> tuple[bytes, ...]:
-        """Hashes of the prompt's full blocks: equal on every instance of a cluster."""
-        return tuple(self._scheduler.kv.hashes(request.prompt_token_ids, request.salt))
+        """Hashes of the full blocks of what is known: equal on every instance of a cluster."""
+        return tuple(self._scheduler.kv.hashes(request.known_token_ids, request.salt))
 
     def load(self) -> EngineLoad:
         with self._changed:

@@ -106,6 +106,15 @@ class Request:
     output_token_ids: tuple[int, ...] = ()
     """Output of an earlier attempt: read like the prompt, but part of the answer."""
 
+    @property
+    def known_token_ids(self) -> tuple[int, ...]:
+        """Everything whose KV is computed before the first new token: prompt and earlier output."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def num_known_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
 
 class Purpose(Enum):
     """What this engine does with a sequence."""

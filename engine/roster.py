@@ -72,7 +72,13 @@ class Roster:
         """
         if request.request_id in self._by_id:
             raise InvalidRequest("request_id", f"{request.request_id} is in use: take a new one")
-        sequence = Sequence(request, purpose, now_s, granted=purpose is not Purpose.SOURCE)
+        sequence = Sequence(
+            request,
+            purpose,
+            now_s,
+            granted=purpose is not Purpose.SOURCE,
+            output_token_ids=list(request.output_token_ids),
+        )
         self._by_id[request.request_id] = sequence
         self._ranks[sequence] = rank(request.priority, now_s, self._num_arrivals)
         self._num_arrivals += 1

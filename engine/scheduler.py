@@ -148,7 +148,7 @@ class Scheduler:
             if sequence.purpose is not Purpose.TARGET or sequence.state is not _S.PENDING_DECODE:
                 raise IllegalTransition(f"sequence {request_id}: joins, but has no reservation")
             sequence.advance(_E.JOIN)
-            self._set_computed(sequence, sequence.num_prompt_tokens)
+            self._set_computed(sequence, sequence.num_tokens)
             sequence.output_token_ids.append(first_token_id)
 
     def finish(self, request_id: str) -> None:
@@ -170,7 +170,7 @@ class Scheduler:
         return self.kv.quarantine(request_id)
 
     def finish_reason(
-        self, request: Request, token_id: int, num_output_tokens: int = 1
+        self, request: Request, token_id: int, num_output_tokens: int
     ) -> FinishReason | None:
         """How the answer ends with ``token_id``, its ``num_output_tokens``-th token, if it does."""
         sampling = request.sampling
@@ -320,7 +320,7 @@ class Scheduler:
     # ---- in and out ------------------------------------------------------------------------
 
     def _check_fits(self, request: Request) -> None:
-        num_tokens = len(request.prompt_token_ids)
+        num_tokens = request.num_known_tokens
         if not num_tokens:  # it would never be picked, nor end
             raise InvalidRequest("prompt", "is empty")
         if num_tokens + 1 > self.max_sequence_tokens:

@@ -272,7 +272,7 @@ class Finished(_message.Message):
     def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "handoff_s", "handoff_hidden_ratio", "handoff_bytes", "first_decode_s", "ttft_s", "tpot_s", "e2e_s", "prefill_instance", "decode_instance", "grant_s")
+    __slots__ = ("queue_s", "prefill_s", "handoff_s", "handoff_hidden_ratio", "handoff_bytes", "first_decode_s", "ttft_s", "tpot_s", "e2e_s", "prefill_instance", "decode_instance", "grant_s", "attempts")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_S_FIELD_NUMBER: _ClassVar[int]
@@ -285,6 +285,7 @@ class Timeline(_message.Message):
     PREFILL_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     DECODE_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     GRANT_S_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     handoff_s: float
@@ -297,7 +298,8 @@ class Timeline(_message.Message):
     prefill_instance: str
     decode_instance: str
     grant_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., handoff_s: _Optional[float] = ..., handoff_hidden_ratio: _Optional[float] = ..., handoff_bytes: _Optional[int] = ..., first_decode_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., prefill_instance: _Optional[str] = ..., decode_instance: _Optional[str] = ..., grant_s: _Optional[float] = ...) -> None: ...
+    attempts: int
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., handoff_s: _Optional[float] = ..., handoff_hidden_ratio: _Optional[float] = ..., handoff_bytes: _Optional[int] = ..., first_decode_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., prefill_instance: _Optional[str] = ..., decode_instance: _Optional[str] = ..., grant_s: _Optional[float] = ..., attempts: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

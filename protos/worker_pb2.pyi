@@ -130,7 +130,7 @@ class DecodeEvent(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Union[_inference_pb2.Tokens, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., failed: _Optional[_Union[WorkFailed, _Mapping]] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
-    __slots__ = ("finish_reason", "stop_reason", "output_tokens", "cached_tokens", "queue_s", "prefill_s", "first_decode_s")
+    __slots__ = ("finish_reason", "stop_reason", "output_tokens", "cached_tokens", "queue_s", "prefill_s", "first_decode_s", "last")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class DecodeFinished(_message.Message):
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     finish_reason: _inference_pb2.FinishReason
     stop_reason: str
     output_tokens: int
@@ -145,7 +146,8 @@ class DecodeFinished(_message.Message):
     queue_s: float
     prefill_s: float
     first_decode_s: float
-    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., first_decode_s: _Optional[float] = ...) -> None: ...
+    last: _inference_pb2.Tokens
+    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., first_decode_s: _Optional[float] = ..., last: _Optional[_Union[_inference_pb2.Tokens, _Mapping]] = ...) -> None: ...
 
 class WorkFailed(_message.Message):
     __slots__ = ("code", "message")

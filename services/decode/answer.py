@@ -1,8 +1,10 @@
 """What one client reads: text, token ids and exactly one terminal event.
 
 Everything here is a pure function of (parameters, prompt ids, output ids), so an answer that
-moves to another instance is rebuilt from them. Knows nothing of KV, of the engine or of the
-wire. Made by the decode service for every request.
+moves to another instance is rebuilt from them. The last tokens travel in the terminal event: an
+answer whose end was lost is never mistaken for one that has still to go on.
+
+Knows nothing of KV, of the engine or of the wire. Made by the decode service for every request.
 """
 
 import asyncio
@@ -47,11 +49,14 @@ class Answer:
         self._started_s = clock()
         self._first_token_s: float | None = None
         self._first_decode_s = 0.0
-        self.num_output_tokens = 0
+        self.num_output_tokens = len(request.output_token_ids)
         self._detokenizer = Detokenizer(
             tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens
         )
         self._stops = StopChecker(request.sampling.stop)
+        for token_id in request.output_token_ids:
+            # As an earlier attempt pushed them: what it held back of their text is held here, too.
+            self._stops.push(self._detokenizer.push([token_id]))
         self.queue_s = 0.0
         """Received here -> picked by the scheduler; for a prompt prefilled here."""
         self.num_cached_tokens = 0
@@ -69,15 +74,17 @@ class Answer:
             return
         self.num_output_tokens += 1
         text, matched = self._stops.push(self._detokenizer.push([sampled.token_id]))
-        ending = sampled.finish_reason is not None or matched is not None
-        if ending and matched is None:
+        reason = sampled.finish_reason
+        if reason is not None and matched is None:
             tail, matched = self._tail()
             text += tail
-        self._send_tokens([sampled.token_id], text)
+        tokens = public.Tokens(token_ids=[sampled.token_id], text=text)
         if matched is not None:
-            self._end(FinishReason.STOP, matched)
-        elif sampled.finish_reason is not None:
-            self._end(sampled.finish_reason, "")
+            self._end(FinishReason.STOP, matched, tokens)
+        elif reason is not None:
+            self._end(reason, "", tokens)
+        else:
+            self._emit(wire.DecodeEvent(request_id=self._request.request_id, tokens=tokens))
 
     def picked(self, num_cached_tokens: int) -> None:
         """The scheduler gave a prompt that is prefilled here its blocks."""
@@ -110,15 +117,10 @@ class Answer:
 
     def _finish(self, reason: FinishReason, stop_reason: str) -> None:
         text, matched = self._tail()
-        if text:
-            self._send_tokens([], text)
-        self._end(FinishReason.STOP if matched else reason, matched or stop_reason)
+        last = public.Tokens(text=text)
+        self._end(FinishReason.STOP if matched else reason, matched or stop_reason, last)
 
-    def _send_tokens(self, token_ids: list[int], text: str) -> None:
-        tokens = public.Tokens(token_ids=token_ids, text=text)
-        self._emit(wire.DecodeEvent(request_id=self._request.request_id, tokens=tokens))
-
-    def _end(self, reason: FinishReason, stop_reason: str) -> None:
+    def _end(self, reason: FinishReason, stop_reason: str, last: public.Tokens) -> None:
         self.ended.set()
         first_token_s = self._first_token_s or self._clock()
         prefill_s = first_token_s - self._started_s - self.queue_s if self.prefilled_here else 0.0
@@ -130,5 +132,6 @@ class Answer:
             queue_s=self.queue_s,
             prefill_s=prefill_s,
             first_decode_s=self._first_decode_s,
+            last=last,
         )
         self._emit(wire.DecodeEvent(request_id=self._request.request_id, finished=finished))

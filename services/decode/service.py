@@ -135,7 +135,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         """From the offer to the first token; the KV may still be in flight."""
         offer = await handoff.offered()
         if (offer.num_tokens, offer.block_hashes) != (
-            len(request.prompt_token_ids),
+            request.num_known_tokens,
             self._engine.block_hashes(request),
         ):
             handoff.refuse("this is not the KV of the prompt that was asked for")
@@ -158,7 +158,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def _note_prompt(self, request: Request, num_cached: int, rest: str) -> None:
         self._metrics.prompt_tokens_total("local_cache_hit").inc(num_cached)
-        self._metrics.prompt_tokens_total(rest).inc(len(request.prompt_token_ids) - num_cached)
+        self._metrics.prompt_tokens_total(rest).inc(request.num_known_tokens - num_cached)
 
     async def _release(self, request_id: str, handoff: TargetHandoff) -> None:
         """Free the blocks once nothing writes to them any more."""

@@ -141,7 +141,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 handoff_s=stats.transfer_s,
                 handoff_hidden_ratio=stats.hidden_ratio,
                 handoff_bytes=stats.num_bytes,
-                computed_tokens=len(request.prompt_token_ids) - picked.num_cached_tokens,
+                computed_tokens=request.num_known_tokens - picked.num_cached_tokens,
                 cached_tokens=picked.num_cached_tokens,
                 skipped_tokens=stats.num_held_tokens,
             )
@@ -161,7 +161,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             self._engine.grant(request.request_id)
             sampled = await unless(progress.sampled, released)
             computed_s = self._clock()
-            handoff.first(len(request.prompt_token_ids), sampled.token_id, picked.num_cached_tokens)
+            handoff.first(request.num_known_tokens, sampled.token_id, picked.num_cached_tokens)
             return await released, computed_s
         finally:
             released.cancel()
@@ -176,9 +176,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     def _note(self, request: Request, picked: Picked, stats: HandoffStats) -> None:
         cached = picked.num_cached_tokens
         self._metrics.prompt_tokens_total("local_cache_hit").inc(cached)
-        self._metrics.prompt_tokens_total("local_compute").inc(
-            len(request.prompt_token_ids) - cached
-        )
+        self._metrics.prompt_tokens_total("local_compute").inc(request.num_known_tokens - cached)
         self._metrics.handoff_time_seconds.observe(stats.transfer_s)
         self._metrics.handoff_hidden_ratio.observe(stats.hidden_ratio)
 
@@ -188,7 +186,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             target_address=start.target_address,
             target_instance_id=start.target_instance_id,
             request_id=start.request.request_id,
-            num_tokens=len(request.prompt_token_ids),
+            num_tokens=request.num_known_tokens,
             block_hashes=self._engine.block_hashes(request),
             block_table=picked.block_table,
         )

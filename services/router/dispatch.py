@@ -1,25 +1,27 @@
 """One attempt at answering a request on chosen instances.
 
-    1  start    StartDecode and StartPrefill leave at the same time, with a fresh handoff id
+    1  start    StartDecode and StartPrefill leave at the same time, with a fresh handoff id, under
+                an id that no other attempt has: an instance may still let go of the last one
     2  follow   what both legs say arrives in one inbox, in the order it came
     3  emit     only the decode leg writes; its tokens are passed on
     4  end      decode finished: the answer is whole. The first leg that fails, the client's
                 deadline or its abort end the attempt at once; legs still running get StopWork
 
 A prefill leg that fails once decode goes on alone has failed at nothing. An attempt is never
-resumed: going on elsewhere is another attempt, with another handoff id, on the prompt and the
-tokens so far. Knows nothing of clients. Made by ``serving``.
+resumed: going on elsewhere is another attempt, on the prompt and the tokens so far, if ``healing``
+says so. Knows nothing of clients. Made by ``serving``.
 """
 
 import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.request import Request
 from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
+from services.router.healing import LegFailure
 from services.router.link import Event, Link
 from services.router.request_table import RequestEvent, RequestRecord, RequestState
 from services.router.timeline import Marks
@@ -53,9 +55,11 @@ class Attempt:
         marks: Marks,
         decode: Link,
         prefill: Link | None,
+        number: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._request = request
+        self._work_id = f"{request.request_id}/{number}"
+        self._request = replace(request, request_id=self._work_id)
         self._record = record
         self._marks = marks
         self._decode = _Leg(decode)
@@ -85,7 +89,8 @@ class Attempt:
             self._marks.prefill_instance = source.instance_id
         self._decode.link.start(order, self._sink(self._decode))
         self._marks.decode_instance = self._decode.link.instance.instance_id
-        self._marks.dispatched_s = self._clock()
+        if self._marks.dispatched_s is None:
+            self._marks.dispatched_s = self._clock()
         self._record.advance(RequestEvent.DISPATCH)
         self._record.end = self.end
         if deadline_s is not None:
@@ -101,7 +106,8 @@ class Attempt:
         """The answer as it comes; returns when it is whole (``Marks.decode_finished``).
 
         Raises:
-            ServiceError: whatever ended it early.
+            LegFailure: a leg failed, the request has not.
+            ServiceError: whatever ended the request from outside.
         """
         try:
             while self._marks.decode_finished is None:
@@ -111,7 +117,7 @@ class Attempt:
                 elif isinstance(event, wire.PrefillEvent):
                     assert leg is not None
                     self._follow_prefill(leg, event)
-                elif (tokens := self._follow_decode(event)) is not None:
+                elif (tokens := self._follow_decode(event)) is not None and _says_something(tokens):
                     yield tokens
             await self._settle()
         finally:
@@ -124,17 +130,20 @@ class Attempt:
         for leg in (self._prefill, self._decode):
             if leg is not None and leg.is_running:
                 leg.is_running = False
-                leg.link.stop(self._request.request_id)
+                leg.link.stop(self._work_id)
 
     def _sink(self, leg: _Leg) -> Callable[[Event | ServiceError], None]:
         return lambda event: self._inbox.put_nowait((leg, event))
 
     def _fail(self, leg: _Leg | None, error: ServiceError) -> None:
         """Raise, unless it is the prefill leg and its part is over."""
-        if leg is not None:
-            leg.is_running = False
-        if leg is None or leg is self._decode or self._needs_prefill():
+        if leg is None:
             raise error
+        leg.is_running = False
+        if leg is self._decode or self._needs_prefill():
+            legs = [each.link for each in (self._decode, self._prefill) if each is not None]
+            living = frozenset(e.instance.instance_id for e in legs if not e.is_broken)
+            raise LegFailure(error, any(each.has_died for each in legs), living)
 
     def _needs_prefill(self) -> bool:
         return self._record.state in (RequestState.PREFILLING, RequestState.HANDING_OFF)
@@ -161,9 +170,11 @@ class Attempt:
                 self._end_leg(self._decode)
                 self._marks.finished_s = self._clock()
                 self._marks.decode_finished = event.finished
+                self._note_tokens()
+                return event.finished.last
             case "failed":
                 self._end_leg(self._decode)
-                raise _leg_error(event.failed)
+                self._fail(self._decode, _leg_error(event.failed))
         return None
 
     def _note_tokens(self) -> None:
@@ -177,7 +188,7 @@ class Attempt:
 
     def _end_leg(self, leg: _Leg) -> None:
         leg.is_running = False
-        leg.link.done(self._request.request_id)
+        leg.link.done(self._work_id)
 
     async def _settle(self) -> None:
         """The answer is whole; hear the prefill leg's report if it is about to come."""
@@ -190,8 +201,12 @@ class Attempt:
                         return  # whatever it is, it came too late to matter
                     if isinstance(event, wire.PrefillEvent):
                         self._follow_prefill(leg, event)
-        except (TimeoutError, ServiceError):
+        except (TimeoutError, ServiceError, LegFailure):
             return  # no report, or one of a failure that came too late to matter
+
+
+def _says_something(tokens: public.Tokens) -> bool:
+    return bool(tokens.token_ids or tokens.text)
 
 
 def _leg_error(failed: wire.WorkFailed) -> ServiceError:

@@ -45,6 +45,7 @@ class Fleet(Component):
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self._stopped = False
+        self._news = asyncio.Event()
 
     async def start(self) -> None:
         self._sweeper = self._spawn(self._sweep())
@@ -98,6 +99,10 @@ class Fleet(Component):
         """An instance says goodbye. Unknown ids are ignored: it may have been lost before."""
         self._leave(instance_id, "said goodbye")
 
+    async def changed(self) -> None:
+        """Until somebody came, went or said something new."""
+        await self._news.wait()
+
     def snapshot(self) -> Snapshot:
         """The cluster now."""
         pending = {instance_id: link.pending for instance_id, link in self._links.items()}
@@ -136,27 +141,30 @@ class Fleet(Component):
                 self._membership.forgive(late_s)
                 due_s += late_s
             for instance_id in self._membership.silent(self._clock()):
-                self._leave(instance_id, "is silent")
+                self._leave(instance_id, "is silent", died=True)
 
     def _broken(self, link: Link, error: ServiceError) -> None:
         if self._links.get(link.instance.instance_id) is link:
-            self._leave(link.instance.instance_id, "broke its stream")
+            self._leave(link.instance.instance_id, "broke its stream", died=True)
 
-    def _leave(self, instance_id: str, how: str) -> None:
+    def _leave(self, instance_id: str, how: str, *, died: bool = False) -> None:
         instance = self._membership.remove(instance_id)
         if instance is None:
             return
         self._say(how, instance)
         role = instance.role.value
-        self._drop(instance_id, Unavailable(f"the {role} instance at {instance.address} {how}"))
+        gone = Unavailable(f"the {role} instance at {instance.address} {how}")
+        self._drop(instance_id, gone, died=died)
         self._changed()
 
-    def _drop(self, instance_id: str, error: ServiceError) -> None:
+    def _drop(self, instance_id: str, error: ServiceError, *, died: bool = False) -> None:
         link = self._links.pop(instance_id, None)
         if link is not None:
-            self._spawn(link.close(error))
+            self._spawn(link.close(error, died=died))
 
     def _changed(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
         self._on_change(self.snapshot())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -48,6 +48,13 @@ class Link:
         self._channel: grpc.aio.Channel | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._error: ServiceError | None = None
+        self.has_died = False
+        """It broke, and nobody had asked the instance to go."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Nothing can be started here any more."""
+        return self._error is not None
 
     @property
     def pending(self) -> Pending:
@@ -91,8 +98,9 @@ class Link:
         """The request's terminal event was heard."""
         self._forget(request_id)
 
-    async def close(self, error: ServiceError) -> None:
+    async def close(self, error: ServiceError, *, died: bool = False) -> None:
         """End the stream; the requests still on it end with ``error``."""
+        self.has_died = self.has_died or died
         self._fail(error)
         for task in self._tasks:
             task.cancel()
@@ -129,6 +137,7 @@ class Link:
         role, address = self.instance.role.value, self.instance.address
         log.warning("lost instance %s: %s", self.instance.instance_id, reason)
         gone = Unavailable(f"the {role} instance at {address} went away")
+        self.has_died = True
         self._fail(gone)
         self._on_broken(self, gone)
 

@@ -3,8 +3,9 @@
 Knows nothing of links, clocks or clients. Called by ``serving`` for every request.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.router.membership import InstanceView, Snapshot
 from services.runtime.errors import InvalidArgument, Unavailable
@@ -33,16 +34,25 @@ def place(
     snapshot: Snapshot,
     disaggregate_from: int,
     turn: int = 0,
+    avoid: frozenset[str] = frozenset(),
 ) -> Placement:
     """Choose the instances for one request.
 
     Args:
+        num_prompt_tokens: all that is to be read; of a request that goes on, its output, too.
+        max_tokens: what may still be written.
+        avoid: ids of instances that are chosen only where there are no others.
         turn: a number that changes with every request: equally good instances take turns.
 
     Raises:
         Unavailable: nobody can take it now.
         InvalidArgument: nobody here could ever take it.
     """
+    if avoid:
+        others = tuple(v for v in snapshot.instances if v.instance.instance_id not in avoid)
+        with contextlib.suppress(Unavailable, InvalidArgument):
+            without = replace(snapshot, instances=others)
+            return place(num_prompt_tokens, max_tokens, without, disaggregate_from, turn)
     num_tokens = num_prompt_tokens + max_tokens
     writers = [view for view in snapshot.instances if view.is_ready and view.instance.decodes]
     if not writers:

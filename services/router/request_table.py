@@ -1,7 +1,8 @@
 """The requests inside the router, and the life of each as a table.
 
 QUEUED → PREFILLING → HANDING_OFF → DECODING → DONE | FAILED | ABORTED. A prompt that is read
-where the answer is written skips HANDING_OFF. Each request reaches exactly one terminal state.
+where the answer is written skips HANDING_OFF; one whose instance failed is QUEUED again.
+Each request reaches exactly one terminal state.
 Pure data; written by ``serving`` and ``dispatch``, read by the status page and the metrics.
 """
 
@@ -31,6 +32,7 @@ class RequestEvent(Enum):
     DISPATCH = auto()  # both legs have their orders
     FIRST_TOKEN = auto()  # the first token is out, its KV may still be in flight
     JOIN = auto()  # the decode instance goes on alone
+    RETRY = auto()  # the attempt failed, the request goes on
     FINISH = auto()
     FAIL = auto()
     ABORT = auto()
@@ -44,10 +46,16 @@ REQUEST_TABLE: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
         _E.FIRST_TOKEN: _S.HANDING_OFF,
         _E.JOIN: _S.DECODING,
         _E.FINISH: _S.DONE,  # the first token ended the answer
+        _E.RETRY: _S.QUEUED,
         **_ENDS,
     },
-    _S.HANDING_OFF: {_E.JOIN: _S.DECODING, _E.FINISH: _S.DONE, **_ENDS},
-    _S.DECODING: {_E.FINISH: _S.DONE, **_ENDS},
+    _S.HANDING_OFF: {
+        _E.JOIN: _S.DECODING,
+        _E.FINISH: _S.DONE,
+        _E.RETRY: _S.QUEUED,
+        **_ENDS,
+    },
+    _S.DECODING: {_E.FINISH: _S.DONE, _E.RETRY: _S.QUEUED, **_ENDS},
     _S.DONE: {},
     _S.FAILED: {},
     _S.ABORTED: {},

@@ -1,11 +1,10 @@
 """The life of a typed request in the router, whichever face it came through.
 
     1  admit     ``admission`` holds room for it, then ``intake`` parses it
-    2  place     ``placement`` chooses instances from a snapshot
-    3  dispatch  an ``Attempt`` sends the orders and follows both legs
-    4  forward   Accepted, then tokens as they come
-    5  end       exactly one terminal event: Finished, or a ServiceError
-    6  account   whatever the end, legs are stopped, the record leaves the table, metrics count it
+    2  place     ``attempts`` puts it on instances, and on others when those fail
+    3  forward   Accepted, then tokens as they come
+    4  end       exactly one terminal event: Finished, or a ServiceError
+    5  account   whatever the end, legs are stopped, the record leaves the table, metrics count it
 
 Closing the iterator early is how a face says that its client has gone.
 Knows nothing of gRPC messages' framing, HTTP or JSON. Used by ``inference`` and ``openai_api``.
@@ -20,10 +19,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from engine.request import Request
 from protos import inference_pb2 as public
 from services.router.admission import Admission
-from services.router.dispatch import Attempt
+from services.router.attempts import Attempts
 from services.router.fleet import Fleet
 from services.router.intake import Intake, Prompt, RawRequest
-from services.router.placement import place
 from services.router.request_table import RequestEvent, RequestRecord, RequestTable
 from services.router.timeline import Marks, observe, timeline
 from services.runtime.errors import (
@@ -66,10 +64,9 @@ class Serving:
         self._intake = intake
         self._metrics = metrics
         self._max_context = max_context
-        self._disaggregate_from = disaggregate_from
         self._clock = clock
         self._table = RequestTable()
-        self._turn = 0
+        self._attempts = Attempts(fleet, metrics, disaggregate_from, clock)
 
     @property
     def max_context(self) -> int:
@@ -145,13 +142,14 @@ class Serving:
         self._table.add(record)
         outcome = "abort"  # of an iterator that is closed early
         try:
-            attempt = self._place(request, record, marks)
+            attempt = self._attempts.first(request, record, marks)
             attempt.start(deadline_s)
             with contextlib.closing(attempt):
                 yield public.Accepted(
                     prompt_tokens=len(request.prompt_token_ids), seed=request.sampling.seed
                 )
-                async with contextlib.aclosing(attempt.run()) as answer:
+                whole = self._attempts.write(request, record, marks, attempt, deadline_s)
+                async with contextlib.aclosing(whole) as answer:
                     async for tokens in answer:
                         self._note(marks, tokens)
                         yield tokens
@@ -174,19 +172,6 @@ class Serving:
             raise
         finally:
             self._account(record, marks, outcome)
-
-    def _place(self, request: Request, record: RequestRecord, marks: Marks) -> Attempt:
-        self._turn += 1
-        placement = place(
-            len(request.prompt_token_ids),
-            request.sampling.max_tokens,
-            self._fleet.snapshot(),
-            self._disaggregate_from,
-            self._turn,
-        )
-        prefill = self._fleet.link(placement.prefill) if placement.prefill else None
-        decode = self._fleet.link(placement.decode)
-        return Attempt(request, record, marks, decode, prefill, self._clock)
 
     def _note(self, marks: Marks, tokens: public.Tokens) -> None:
         count = len(tokens.token_ids)

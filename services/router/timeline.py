@@ -16,6 +16,7 @@ class Marks:
     """What is known of one request so far; times in seconds of one monotonic clock."""
 
     received_s: float
+    num_attempts: int = 0
     dispatched_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -26,6 +27,12 @@ class Marks:
     prefill_started: wire.PrefillStarted | None = None
     prefill_done: wire.PrefillDone | None = None
     decode_finished: wire.DecodeFinished | None = None
+
+    def begin_attempt(self) -> None:
+        """What instances said of an earlier one is void."""
+        self.num_attempts += 1
+        self.prefill_instance = self.decode_instance = ""
+        self.prefill_started = self.prefill_done = self.decode_finished = None
 
     def note_tokens(self, now_s: float, count: int) -> float | None:
         """New output tokens came; returns the gap to those before, None for the first."""
@@ -49,6 +56,7 @@ def timeline(marks: Marks) -> public.Timeline:
     queue_s = _queue_s(marks)
     done, started, finished = marks.prefill_done, marks.prefill_started, marks.decode_finished
     result = public.Timeline(
+        attempts=marks.num_attempts,
         queue_s=queue_s,
         prefill_s=_prefill_s(marks, ttft_s - queue_s),
         first_decode_s=finished.first_decode_s if finished else 0.0,

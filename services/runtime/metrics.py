@@ -111,6 +111,8 @@ class RouterMetrics:
     prefill_time_seconds: Histogram
     requests_total: Callable[[str], Counter]
     """By outcome: the finish reason, or the label of the error."""
+    retries_total: Counter
+    """Attempts that failed and were followed by another."""
     requests_running: Gauge
     requests_waiting: Gauge
     instances: Callable[[str], Gauge]
@@ -139,6 +141,9 @@ class RouterMetrics:
             ),
             requests_total=family.counters(
                 "kvrelay_requests_total", "Requests by how they ended.", "outcome"
+            ),
+            retries_total=family.counter(
+                "kvrelay_retries_total", "Attempts that failed and were followed by another."
             ),
             requests_running=family.gauge(
                 "kvrelay_requests_running", "Requests with at least one token."

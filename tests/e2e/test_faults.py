@@ -31,66 +31,52 @@ def ids(length: int, seed: int = 0) -> list[int]:
     return random.Random(f"{length}-{seed}").choices(range(250), k=length)
 
 
-def kill_mid_request(cluster: Cluster, role: str, after_tokens: int) -> tuple[float, grpc.RpcError]:
-    """SIGKILL the instance while a request is on it: (seconds until the error, the error)."""
-    with cluster.client() as stub:
-        stream = stub.Generate(request(ids=ids(300), max_tokens=1500, ignore_eos=True), timeout=50)
-        pid = cluster.pid_of(role)
-        seen = 0
-        killed_s = 0.0
-        with pytest.raises(grpc.RpcError) as caught:
-            for response in stream:
-                seen += len(response.tokens.token_ids)
-                if not killed_s and seen >= after_tokens:
-                    os.kill(pid, signal.SIGKILL)
-                    killed_s = time.monotonic()
-        return time.monotonic() - killed_s, caught.value
-
-
-def test_decode_killed_mid_stream(own_cluster: Cluster) -> None:
+def test_the_only_decode_instance_is_killed_mid_stream(own_cluster: Cluster) -> None:
+    """PAINS 9: it is back within a second, and the stream goes on, token for token."""
     before = own_cluster.instances("decode")[0]["instance_id"]
-    elapsed_s, error = kill_mid_request(own_cluster, "decode", after_tokens=5)
-    assert elapsed_s < 1
-    assert error.code() == grpc.StatusCode.UNAVAILABLE
-    assert "\n" not in error.details() and "decode" in error.details()
+    asked = {"ids": ids(300), "max_tokens": 1500, "ignore_eos": True}
+    expected = own_cluster.generate(**asked)
+    killed_s = 0.0
+    got: list[int] = []
+    with own_cluster.client() as stub:
+        pid = own_cluster.pid_of("decode")
+        for response in stub.Generate(request(**asked), timeout=50):
+            got += response.tokens.token_ids
+            if not killed_s and len(got) >= 5:
+                os.kill(pid, signal.SIGKILL)
+                killed_s = time.monotonic()
+    assert got == expected.token_ids
+    assert response.finished.timeline.attempts == 2
     eventually(lambda: own_cluster.all_ready(2), 20, "the decode instance is back")
     assert own_cluster.instances("decode")[0]["instance_id"] != before
     eventually(own_cluster.held_nothing, 2, "nothing held")
-    assert len(own_cluster.generate(ids=ids(40), max_tokens=4, ignore_eos=True).token_ids) == 4
 
 
-def test_prefill_killed_mid_request(own_cluster: Cluster) -> None:
-    """PAINS 7: the decode instance does not wait for a prefill that died."""
+def test_the_only_prefill_instance_is_killed_under_load(own_cluster: Cluster) -> None:
+    """PAINS 7: the decode instance does not wait for one that died, and nobody fails."""
     before = own_cluster.instances("prefill")[0]["instance_id"]
     pid = own_cluster.pid_of("prefill")
-    errors: list[tuple[float, grpc.RpcError]] = []
+    healed = itertools.count()
     answered = itertools.count()
     killed = threading.Event()
 
     def ask(seed: int) -> None:
         """One prompt after the other, none like another, until one hits the kill."""
         while not killed.is_set():
-            try:
-                prompt = ids(1800, seed * 1000 + next(answered))
-                own_cluster.generate(ids=prompt, max_tokens=3, ignore_eos=True)
-            except grpc.RpcError as error:
-                errors.append((time.monotonic(), error))
-                return
+            prompt = ids(1800, seed * 1000 + next(answered))
+            answer = own_cluster.generate(ids=prompt, max_tokens=3, ignore_eos=True)
+            assert len(answer.token_ids) == 3
+            if answer.finished is not None and answer.finished.timeline.attempts > 1:
+                next(healed)
 
-    askers = [threading.Thread(target=ask, args=(seed,)) for seed in range(8)]
-    for asker in askers:
-        asker.start()
-    eventually(lambda: next(answered) > 12, 10, "prefill is busy")
-    os.kill(pid, signal.SIGKILL)
-    killed_s = time.monotonic()
-    killed.set()
-    for asker in askers:
-        asker.join(timeout=30)
-    assert errors, "the kill came too late to hit a request"
-    for failed_s, error in errors:
-        assert failed_s - killed_s < 1
-        assert error.code() == grpc.StatusCode.UNAVAILABLE, error.details()
-        assert "\n" not in error.details()
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask, seed) for seed in range(8)]
+        eventually(lambda: next(answered) > 12, 10, "prefill is busy")
+        os.kill(pid, signal.SIGKILL)
+        killed.set()
+        for each in asking:
+            each.result(30)
+    assert next(healed), "the kill came too late to hit a request"
     eventually(lambda: own_cluster.all_ready(2), 20, "the prefill instance is back")
     assert own_cluster.instances("prefill")[0]["instance_id"] != before
     eventually(own_cluster.held_nothing, 2, "nothing held")
@@ -99,7 +85,7 @@ def test_prefill_killed_mid_request(own_cluster: Cluster) -> None:
 
 
 def test_decode_paused_and_resumed(own_cluster: Cluster) -> None:
-    """A hung instance: bounded wait, clear error, and it is used again once it moves."""
+    """The only one hangs: bounded wait, clear error, and it is used again once it moves."""
     pid = own_cluster.pid_of("decode")
     os.kill(pid, signal.SIGSTOP)
     try:

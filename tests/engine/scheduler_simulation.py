@@ -159,7 +159,7 @@ class Simulation:
         if end < len(prompt):
             return
         token_id = next_token(prompt)
-        reason = self.scheduler.finish_reason(job.request, token_id)
+        reason = self.scheduler.finish_reason(job.request, token_id, 1)
         if reason is not FinishReason.STOP:
             job.output.append(token_id)
         if reason is None:

@@ -142,7 +142,7 @@ def test_stop_tokens(sampling: SamplingParams, token_id: int, reason: str | None
     assert bench.step() == [Sampled("a", token_id, reason)]  # type: ignore[arg-type]
     assert bench.scheduler.has_work() == (reason is None)
     request = bench.request("a", 10, sampling)
-    assert bench.scheduler.finish_reason(request, token_id) == reason
+    assert bench.scheduler.finish_reason(request, token_id, 1) == reason
 
 
 def test_the_context_ends_an_answer() -> None:

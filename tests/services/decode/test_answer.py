@@ -1,5 +1,7 @@
 """Text, stops and exactly one terminal event, whatever ends an answer."""
 
+import pytest
+
 from engine.plan import Sampled
 from engine.request import FinishReason, Request, SamplingParams
 from engine.tokenizer import ByteTokenizer
@@ -12,12 +14,13 @@ EOS = ByteTokenizer().eos_token_ids[0]
 
 
 class Reader:
-    """What arrives at the router."""
+    """What arrives at the router. ``earlier`` is what an earlier attempt wrote."""
 
-    def __init__(self, **sampling: object) -> None:
+    def __init__(self, earlier: bytes = b"", **sampling: object) -> None:
         self.events: list[wire.DecodeEvent] = []
         self.now_s = 0.0
-        request = Request("r", (104, 105), SamplingParams(max_tokens=99, **sampling))
+        params = SamplingParams(max_tokens=99, **sampling)
+        request = Request("r", (104, 105), params, output_token_ids=tuple(earlier))
         self.answer = Answer(request, ByteTokenizer(), self.events.append, lambda: self.now_s)
 
     def push(self, text: bytes, last: FinishReason | None = None) -> None:
@@ -26,12 +29,17 @@ class Reader:
             self.answer.push(Sampled("r", token_id, reason))
 
     @property
+    def said(self) -> list[public.Tokens]:
+        """Tokens in events of their own, and the last ones."""
+        return [e.finished.last if e.HasField("finished") else e.tokens for e in self.events]
+
+    @property
     def text(self) -> str:
-        return "".join(e.tokens.text for e in self.events)
+        return "".join(tokens.text for tokens in self.said)
 
     @property
     def token_ids(self) -> bytes:
-        return b"".join(bytes(e.tokens.token_ids) for e in self.events)
+        return b"".join(bytes(tokens.token_ids) for tokens in self.said)
 
     @property
     def finished(self) -> wire.DecodeFinished:
@@ -84,7 +92,7 @@ def test_what_was_held_back_for_a_stop_string_is_given_at_the_end() -> None:
 def test_a_character_split_over_tokens_comes_whole() -> None:
     reader = Reader()
     reader.push("é🦊".encode(), FinishReason.LENGTH)
-    pieces = [e.tokens.text for e in reader.events if e.tokens.text]
+    pieces = [tokens.text for tokens in reader.said if tokens.text]
     assert pieces == ["é", "🦊"]
 
 
@@ -129,3 +137,23 @@ def test_times_of_a_prompt_prefilled_here() -> None:
     done = reader.finished
     assert (done.queue_s, done.prefill_s, done.first_decode_s) == (1.0, 2.0, 0.5)
     assert done.cached_tokens == 16
+
+
+TEXT = "héllo wörld 🙂, abc abd!".encode()
+
+
+@pytest.mark.parametrize("cut", range(len(TEXT)))
+def test_an_answer_goes_on_after_any_token(cut: int) -> None:
+    """Cut inside characters and inside what might become a stop string."""
+    whole, before = Reader(stop=("abd",)), Reader(stop=("abd",))
+    whole.push(TEXT)
+    before.push(TEXT[:cut])
+    if before.events and before.events[-1].HasField("finished"):
+        return
+    after = Reader(TEXT[:cut], stop=("abd",))
+    after.push(TEXT[cut:])
+    assert before.text + after.text == whole.text
+    assert before.token_ids + after.token_ids == whole.token_ids
+    ends = [reader.finished for reader in (whole, after)]
+    assert ends[0].output_tokens == ends[1].output_tokens
+    assert ends[0].stop_reason == ends[1].stop_reason == "abd"

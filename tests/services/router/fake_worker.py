@@ -216,7 +216,7 @@ class _Decode(worker_pb2_grpc.DecodeServicer):
         await asyncio.sleep(script.first_s)
         wanted = request.sampling.max_tokens
         count = min(wanted, script.stop_at) if script.stop_at is not None else wanted
-        for index in range(count):
+        for index in range(len(request.output_token_ids), count):
             if index == script.stall_after:
                 await asyncio.Event().wait()
             if index == script.fail_after:

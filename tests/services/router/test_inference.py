@@ -33,7 +33,7 @@ async def test_a_prompt_is_answered_by_two_instances(start_router: StartRouter) 
     prefill, decode = cluster.worker(Role.PREFILL), cluster.worker(Role.DECODE)
     order, follow = prefill.starts[0], decode.starts[0]
     assert order.request == follow.request
-    assert order.request.request_id == got.request_id
+    assert order.request.request_id == f"{got.request_id}/1", "each attempt has an id of its own"
     assert len(order.handoff_id) == 16 and order.handoff_id == follow.handoff_id
     assert order.target_address == decode.server.address
     assert order.target_instance_id == decode.instance_id

@@ -1,0 +1,181 @@
+"""The attempts at one request, one after the other, until its answer is whole.
+
+    1  place     instances are chosen from a snapshot
+    2  attempt   ``dispatch`` follows both legs; its tokens are passed on
+    3  failed    ``healing`` says whether another attempt goes on after the tokens that are out
+    4  again     on instances that are left, or come back within a second; the request reads as its
+                 prompt and what was written of the answer
+
+Nobody outside sees a seam: tokens, text, stops, counts and randomness follow from parameters,
+prompt and output alone. Knows nothing of clients. Used by ``serving``.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from engine.request import Request
+from protos import inference_pb2 as public
+from services.router.dispatch import Attempt
+from services.router.fleet import Fleet
+from services.router.healing import CAPACITY_S, History, LegFailure, verdict
+from services.router.placement import place
+from services.router.request_table import RequestEvent, RequestRecord
+from services.router.timeline import Marks
+from services.runtime.errors import DeadlineExceeded, ServiceError, Unavailable
+from services.runtime.journal import fields
+from services.runtime.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+
+class Attempts:
+    """Places requests, and places them again."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: RouterMetrics,
+        disaggregate_from: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._disaggregate_from = disaggregate_from
+        self._clock = clock
+        self._turn = 0
+
+    def first(self, request: Request, record: RequestRecord, marks: Marks) -> Attempt:
+        """The first attempt, not yet started.
+
+        Raises:
+            Unavailable: nobody can take it now.
+            InvalidArgument: nobody here could ever take it.
+        """
+        return self._place(request, record, marks, History())
+
+    async def write(
+        self,
+        request: Request,
+        record: RequestRecord,
+        marks: Marks,
+        attempt: Attempt,
+        deadline_s: float | None,
+    ) -> AsyncGenerator[public.Tokens, None]:
+        """The whole answer, through as many attempts as it takes."""
+        history = History()
+        while True:
+            output: list[int] = []
+            try:
+                async with contextlib.aclosing(attempt.run()) as tokens_of_attempt:
+                    async for tokens in tokens_of_attempt:
+                        output += tokens.token_ids
+                        yield tokens
+                return
+            except LegFailure as failure:
+                now_s = self._clock()
+                history = history.after(failure, len(output), now_s)
+                told = verdict(history, failure, now_s)
+                log.warning("request %s", _failed_attempt(record, marks, failure, told))
+                if told is not None:
+                    raise told from failure.error
+                failed = failure
+            self._metrics.retries_total.inc()
+            record.advance(RequestEvent.RETRY)
+            request = replace(request, output_token_ids=(*request.output_token_ids, *output))
+            with self._ended_from_outside(record, deadline_s) as ended:
+                try:
+                    attempt = await self._place_again(request, record, marks, history, ended)
+                except Unavailable as nobody:
+                    raise Unavailable(f"{failed.error}; {nobody}") from failed.error
+            attempt.start(deadline_s)
+
+    @contextlib.contextmanager
+    def _ended_from_outside(
+        self, record: RequestRecord, deadline_s: float | None
+    ) -> Iterator[asyncio.Future[ServiceError]]:
+        """What ends the request while it has no attempt that could be told."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[ServiceError] = loop.create_future()
+
+        def end(error: ServiceError) -> None:
+            if not ended.done():
+                ended.set_result(error)
+
+        record.end = end
+        passed = DeadlineExceeded("the request's deadline has passed")
+        timer = loop.call_at(deadline_s, end, passed) if deadline_s is not None else None
+        try:
+            yield ended
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    async def _place_again(
+        self,
+        request: Request,
+        record: RequestRecord,
+        marks: Marks,
+        history: History,
+        ended: asyncio.Future[ServiceError],
+    ) -> Attempt:
+        """Another attempt, on what is there or comes back soon.
+
+        Raises:
+            Unavailable: nobody is there, and nobody came.
+            ServiceError: what ended the request meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + CAPACITY_S
+        while True:
+            changed = asyncio.ensure_future(self._fleet.changed())
+            try:
+                return self._place(request, record, marks, history)
+            except Unavailable:
+                either: set[asyncio.Future[Any]] = {changed, ended}
+                await asyncio.wait(
+                    either,
+                    timeout=until_s - loop.time(),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if ended.done():
+                    raise ended.result() from None
+                if loop.time() >= until_s:
+                    raise
+            finally:
+                changed.cancel()
+
+    def _place(
+        self, request: Request, record: RequestRecord, marks: Marks, history: History
+    ) -> Attempt:
+        self._turn += 1
+        placement = place(
+            request.num_known_tokens,
+            request.sampling.max_tokens - len(request.output_token_ids),
+            self._fleet.snapshot(),
+            self._disaggregate_from,
+            self._turn,
+            history.avoid,
+        )
+        prefill = self._fleet.link(placement.prefill) if placement.prefill else None
+        decode = self._fleet.link(placement.decode)
+        marks.begin_attempt()
+        return Attempt(request, record, marks, decode, prefill, marks.num_attempts, self._clock)
+
+
+def _failed_attempt(
+    record: RequestRecord, marks: Marks, failure: LegFailure, told: ServiceError | None
+) -> str:
+    return fields(
+        request=record.request_id,
+        attempt=marks.num_attempts,
+        outcome="retry" if told is None else "failed",
+        output_tokens=marks.num_output_tokens,
+        prefill=marks.prefill_instance,
+        decode=marks.decode_instance,
+        reason=str(failure.error),
+    )
