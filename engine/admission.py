@@ -65,12 +65,13 @@ class Admission:
             if sequence.purpose is Purpose.SOURCE:
                 wanted = offers > 0 and soon
             else:
-                wanted = slots > 0 and (awaits_reservation(sequence) or soon)
+                free = slots >= sequence.num_slots
+                wanted = free and (awaits_reservation(sequence) or soon)
             if not wanted:
                 continue
             if not self._admit(sequence):
                 break
-            slots -= sequence.purpose is not Purpose.SOURCE
+            slots -= sequence.num_slots
             offers -= not sequence.granted
             if sequence.state is _S.PREFILLING:
                 if sequence.granted:
@@ -85,7 +86,7 @@ class Admission:
         blocked = self._blocked
         if blocked is not None and self._roster.goes_before(blocked, sequence):
             return False
-        return self._num_free_slots() > 0 and self._admit(sequence)
+        return self._num_free_slots() >= sequence.num_slots and self._admit(sequence)
 
     def left(self, sequence: Sequence) -> None:
         """It has ended: it blocks nobody any more."""
@@ -98,7 +99,12 @@ class Admission:
         # An ended sequence of the same id may hold blocks until its step is applied.
         if request_id in self._kv.sequence_ids:
             return False
-        allocation = self._kv.allocate(request_id, sequence.token_ids, sequence.request.salt)
+        allocation = self._kv.allocate(
+            request_id,
+            sequence.token_ids,
+            sequence.request.salt,
+            num_forks=max(1, sequence.num_slots),
+        )
         if allocation is None:
             self._block_on(sequence)
             return False

@@ -10,8 +10,8 @@ from engine.admission import Admission
 from engine.config import EngineConfig
 from engine.kv.manager import KvManager
 from engine.order import Schedule, Turn, chunk_ends, next_turn, prefill_room
-from engine.plan import Picked, ScheduledSequence, StepPlan
-from engine.request import Sequence
+from engine.plan import Fork, Picked, ScheduledSequence, StepPlan
+from engine.request import Sequence, forks_of
 from engine.roster import Roster
 
 
@@ -77,7 +77,9 @@ class Composer:
         decodes = [self._row(s, s.num_tokens) for s in composition.decodes]
         chunks = [self._row(s, end) for s, end in composition.chunks]
         num_prefill_tokens = sum(len(row.token_ids) for row in chunks)
-        return StepPlan(step, (*decodes, *chunks), len(decodes), num_prefill_tokens)
+        return StepPlan(
+            step, (*decodes, *chunks), len(decodes), num_prefill_tokens, self._kv.copies()
+        )
 
     def _room(self, num_decodes: int, limit_tokens: int) -> int:
         return prefill_room(
@@ -97,13 +99,16 @@ class Composer:
 
     def _row(self, sequence: Sequence, end: int) -> ScheduledSequence:
         start = sequence.num_computed_tokens
+        samples = end == sequence.num_tokens
+        unborn = forks_of(sequence.request)[1:] if samples and sequence.num_unborn_forks else ()
         return ScheduledSequence(
             request_id=sequence.request_id,
             token_ids=_tokens_between(sequence, start, end),
             start=start,
             block_table=self._kv.block_table(sequence.request_id),
-            samples=end == sequence.num_tokens,
+            samples=samples,
             sampling=sequence.request.sampling,
+            forks=tuple(Fork(fork.request_id, fork.sampling) for fork in unborn),
         )
 
 

@@ -50,6 +50,8 @@ class EngineLoad:
     """A snapshot of one engine; the last three count from its start."""
 
     blocks: BlockStats
+    fragmentation_ratio: float
+    """Share of the held slots that no token is for."""
     requests_running: int
     requests_waiting: int
     num_preemptions: int
@@ -144,10 +146,13 @@ class Engine:
         with self._changed:
             return self._scheduler.reserve(request, self._clock())
 
-    def join(self, request_id: str, first_token_id: int) -> None:
-        """The reserved prompt's KV has landed and this is its first output token: decode on."""
+    def join(self, request_id: str, *first_token_ids: int) -> None:
+        """The reserved prompt's KV has landed and this is its first output token: decode on.
+
+        With several answers: the first token of each.
+        """
         with self._changed:
-            self._scheduler.join(request_id, first_token_id)
+            self._scheduler.join(request_id, *first_token_ids)
             self._wake()
 
     def finish(self, request_id: str) -> None:
@@ -170,6 +175,7 @@ class Engine:
             kv = self._scheduler.kv
             return EngineLoad(
                 kv.stats(),
+                kv.fragmentation_ratio(),
                 self._scheduler.num_running,
                 self._scheduler.num_waiting,
                 self._scheduler.stats().num_preemptions,

@@ -12,12 +12,13 @@ and the cluster; ``token_s`` makes time pass as if something were computed.
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.config import ModelConfig
+from engine.kv.manager import BlockCopy
 from engine.plan import ScheduledSequence, StepPlan, StepResult
 from engine.request import SamplingParams
 from kvtransfer.layout import KvLayout
@@ -56,6 +57,12 @@ class MockKvCache:
             raise IndexError(f"blocks {block_id}..{block_id + num_blocks - 1} of {self.num_blocks}")
         size = self.layout.region_bytes
         return self._bytes[layer][block_id * size : (block_id + num_blocks) * size]
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        """All layers of whole blocks, one copy after the other."""
+        for copy in copies:
+            for layer in range(self.layout.num_layers):
+                self.region(layer, copy.to_block)[:] = self.region(layer, copy.from_block)
 
     def write(self, layer: int, slot: int, checksum: int, content: int) -> None:
         block, offset = divmod(slot, self.layout.block_size)
@@ -113,6 +120,7 @@ class MockRunner:
         Raises:
             ValueError: the plan writes one slot twice, or lacks a block.
         """
+        self.cache.copy_blocks(plan.copies)
         slots = [self._slots(sequence) for sequence in plan.sequences]
         self._check_writes(plan, slots)
         layer_s = self._token_s * sum(len(s.token_ids) for s in plan.sequences)
@@ -126,13 +134,13 @@ class MockRunner:
         tokens: dict[str, int] = {}
         failures: dict[str, str] = {}
         for sequence, at in zip(plan.sequences, slots, strict=True):
-            if not sequence.samples:
-                continue
-            if reason := self._broken(at):
-                failures[sequence.request_id] = reason
-            else:
-                last = int(self.cache.read(0, at[-1:])[0, 0, 0, 0])
-                tokens[sequence.request_id] = _token(last, sequence.end, sequence.sampling)
+            reason = self._broken(at) if sequence.samples else None
+            for each in sequence.samplers:
+                if reason is not None:
+                    failures[each.request_id] = reason
+                else:
+                    last = int(self.cache.read(0, at[-1:])[0, 0, 0, 0])
+                    tokens[each.request_id] = _token(last, each.end, each.sampling)
         return StepResult(tokens, failures)
 
     def _slots(self, sequence: ScheduledSequence) -> npt.NDArray[np.int64]:

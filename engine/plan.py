@@ -3,9 +3,18 @@
 Knows nothing of tensors. Made by ``scheduler``, read by ``runner``.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from engine.kv.manager import BlockCopy
 from engine.request import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A sequence that begins where another's prompt ends."""
+
+    request_id: str
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +31,23 @@ class ScheduledSequence:
     samples: bool
     """Sample the token at position ``end`` from the last row's logits."""
     sampling: SamplingParams
+    forks: tuple[Fork, ...] = ()
+    """Others that sample from the same logits; told under their own ids."""
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    @property
+    def samplers(self) -> tuple["ScheduledSequence", ...]:
+        """Everybody who samples from the last row: this sequence and its forks, each alone."""
+        if not self.samples:
+            return ()
+        others = (
+            replace(self, request_id=fork.request_id, sampling=fork.sampling, forks=())
+            for fork in self.forks
+        )
+        return (self, *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +58,8 @@ class StepPlan:
     sequences: tuple[ScheduledSequence, ...] = ()
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0
+    copies: tuple[BlockCopy, ...] = ()
+    """Made in this order before anything is written."""
 
     @property
     def num_tokens(self) -> int:
@@ -44,7 +68,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the runner sampled: request_id -> token id, for every sequence with ``samples``.
+    """What the runner sampled: request_id -> token id, for every sequence that samples and its
+    forks.
 
     A sequence whose row could not be sampled (its logits are not finite) is in ``failures``
     instead: the other rows of the step stand.

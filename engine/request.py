@@ -4,7 +4,7 @@ Written by the worker's services, read by the scheduler, the runner and the samp
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum, auto
 
 from engine.errors import IllegalTransition
@@ -91,6 +91,11 @@ class SamplingParams:
     beam_search: BeamSearch | None = None
     guide: Guide | None = None
 
+    @property
+    def num_candidates(self) -> int:
+        """Answers that are written, of which the ``n`` best are told."""
+        return max(1, self.n, self.best_of)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -114,6 +119,34 @@ class Request:
     @property
     def num_known_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+def fork_seed(seed: int, index: int) -> int:
+    """The seed of the ``index``-th answer to one prompt; that of the first is ``seed`` itself.
+
+    A pure function, so that an answer is the same wherever it is written. Uint64: the odd
+    multiplier makes equal seeds of different answers as unlikely as of different requests.
+    """
+    return (seed + index * 0x9E3779B97F4A7C15) % 2**64
+
+
+def forks_of(request: Request) -> tuple[Request, ...]:
+    """The requests that answer ``request``: itself, and one for every other candidate.
+
+    The others' ids end in ``/1``, ``/2`` and so on.
+    """
+    sampling = replace(request.sampling, n=1, best_of=1)
+    return (
+        request,
+        *(
+            replace(
+                request,
+                request_id=f"{request.request_id}/{index}",
+                sampling=replace(sampling, seed=fork_seed(sampling.seed, index)),
+            )
+            for index in range(1, request.sampling.num_candidates)
+        ),
+    )
 
 
 class Purpose(Enum):
@@ -183,6 +216,13 @@ class Sequence:
     num_cached_tokens: int = 0
     """Of those, how many came from the prefix cache when it was picked or reserved."""
     num_preemptions: int = 0
+    num_unborn_forks: int = 0
+    """Sequences that will begin where this one's prompt ends."""
+
+    @property
+    def num_slots(self) -> int:
+        """What it takes of the sequences that may decode at once."""
+        return 0 if self.purpose is Purpose.SOURCE else 1 + self.num_unborn_forks
 
     @property
     def request_id(self) -> str:

@@ -61,8 +61,8 @@ class Roster:
         return sum(s.state is SequenceState.PREFILLING and not s.granted for s in self._running)
 
     def num_slots_taken(self) -> int:
-        """Sequences with blocks that decode here, now or later."""
-        return sum(s.purpose is not Purpose.SOURCE for s in self._running)
+        """Sequences with blocks that decode here, now or later, and their forks."""
+        return sum(s.num_slots for s in self._running)
 
     def enter(self, request: Request, purpose: Purpose, now_s: float) -> Sequence:
         """A new sequence, at its place in line.
@@ -78,12 +78,33 @@ class Roster:
             now_s,
             granted=purpose is not Purpose.SOURCE,
             output_token_ids=list(request.output_token_ids),
+            num_unborn_forks=request.sampling.num_candidates - 1,
         )
-        self._by_id[request.request_id] = sequence
-        self._ranks[sequence] = rank(request.priority, now_s, self._num_arrivals)
-        self._num_arrivals += 1
+        self._register(sequence)
         self._insert(self._waiting, sequence)
         return sequence
+
+    def fork(self, sequence: Sequence, request: Request) -> Sequence:
+        """``request`` begins with what ``sequence`` has computed; it has blocks at once."""
+        fork = Sequence(
+            request,
+            sequence.purpose,
+            sequence.arrival_s,
+            state=sequence.state,
+            output_token_ids=list(sequence.output_token_ids),
+            num_computed_tokens=sequence.num_computed_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+        sequence.num_unborn_forks -= 1
+        self._register(fork)
+        self._insert(self._running, fork)
+        return fork
+
+    def _register(self, sequence: Sequence) -> None:
+        request = sequence.request
+        self._by_id[request.request_id] = sequence
+        self._ranks[sequence] = rank(request.priority, sequence.arrival_s, self._num_arrivals)
+        self._num_arrivals += 1
 
     def start(self, sequence: Sequence) -> None:
         """It got blocks."""

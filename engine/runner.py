@@ -60,9 +60,13 @@ class Runner:
         """One forward over the plan's sequences (at least one)."""
         # OpenMP keeps the number of threads per calling thread.
         torch.set_num_threads(self._threads)
-        sampling = [sequence for sequence in plan.sequences if sequence.samples]
+        rows = [sequence for sequence in plan.sequences if sequence.samples]
+        sampling = [each for row in rows for each in row.samplers]
+        self.cache.copy_blocks(plan.copies)
         with torch.inference_mode():
             logits = self._model.step(plan.sequences, self.cache, on_layer)
+            if len(sampling) > len(rows):
+                logits = logits.repeat_interleave(torch.tensor([len(r.samplers) for r in rows]), 0)
             tokens = sample(logits, [s.sampling for s in sampling], [s.end for s in sampling])
         sampled = {s.request_id: t for s, t in zip(sampling, tokens, strict=True) if t is not None}
         failures = {s.request_id: NOT_FINITE for s in sampling if s.request_id not in sampled}

@@ -16,8 +16,9 @@ Who owns the blocks of a sequence, and from when until when:
     SOURCE   pick .. ``finish``, because a handoff reads its KV; never preempted
     TARGET   ``reserve`` .. ``finish``; never preempted before ``join``, then as LOCAL
 
-Blocks of a running forward are never given away: when a sequence of the step in flight is
-finished, its blocks are freed as that step is applied.
+A request with several answers is one sequence until its prompt is computed or has landed. Then
+it forks: every answer is a sequence of its own, under an id of its own (``forks_of``), which
+shares the prompt's blocks, is preempted alone and has to be finished alone.
 """
 
 from collections.abc import Collection, Iterable
@@ -33,20 +34,13 @@ from engine.errors import (
     InvalidConfig,
     InvalidRequest,
 )
+from engine.flight import Flight
 from engine.kv.manager import KvManager
-from engine.plan import (
-    Computed,
-    EngineEvent,
-    Failed,
-    Picked,
-    Sampled,
-    StepPlan,
-    StepResult,
-)
-from engine.request import FinishReason, Purpose, Request, Sequence, SequenceEvent, SequenceState
+from engine.plan import EngineEvent, Picked, StepPlan, StepResult
+from engine.request import FinishReason, Purpose, Request, SequenceState
 from engine.roster import Roster
 
-_E, _S = SequenceEvent, SequenceState
+_S = SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +86,12 @@ class Scheduler:
         self.max_sequence_tokens = min(max_context, kv.capacity_tokens)
         """Most tokens of prompt and answer together: where an answer ends with LENGTH."""
         self._max_decode_sequences = config.max_decode_sequences
-        self._eos_token_ids = frozenset(eos_token_ids)
         self._roster = Roster()
         self._admission = Admission(self._roster, kv, config)
         self._composer = Composer(self._roster, self._admission, kv, config)
-        self._in_flight: dict[str, Sequence] = {}
+        self._flight = Flight(
+            self._roster, self._admission, kv, eos_token_ids, self.max_sequence_tokens
+        )
         self._num_steps = 0
 
     # ---- what the services say -------------------------------------------------------------
@@ -110,7 +105,7 @@ class Scheduler:
         """
         if purpose is Purpose.TARGET:
             raise IllegalTransition(f"sequence {request.request_id}: a TARGET enters by reserve")
-        self._check_fits(request)
+        self._check_fits(request, purpose)
         self._roster.enter(request, purpose, now_s)
 
     def reserve(self, request: Request, now_s: float) -> Reservation | None:
@@ -125,7 +120,7 @@ class Scheduler:
         """
         sequence = self._roster.get(request.request_id)
         if sequence is None or sequence.request is not request:
-            self._check_fits(request)
+            self._check_fits(request, Purpose.TARGET)
             sequence = self._roster.enter(request, Purpose.TARGET, now_s)
         if awaits_reservation(sequence) and not self._admission.try_reserve(sequence):
             return None
@@ -138,23 +133,22 @@ class Scheduler:
         if sequence := self._roster.get(request_id):
             sequence.granted = True
 
-    def join(self, request_id: str, first_token_id: int) -> None:
-        """A reserved prompt's KV has landed: publish it, and decode on from its first token.
+    def join(self, request_id: str, *first_token_ids: int) -> None:
+        """A reserved prompt's KV has landed: publish it, fork it, decode on from first tokens.
 
-        The first token is not told again: who has it applies ``finish_reason`` to it, and calls
-        ``finish`` instead of this when it ended the answer. Ended sequences are ignored.
+        First tokens, one for the sequence and each of its forks, are not told again: who has them
+        applies ``finish_reason``, and an answer that ends with its first token ends here, too.
+        Ended sequences are ignored.
         """
         if sequence := self._roster.get(request_id):
             if sequence.purpose is not Purpose.TARGET or sequence.state is not _S.PENDING_DECODE:
                 raise IllegalTransition(f"sequence {request_id}: joins, but has no reservation")
-            sequence.advance(_E.JOIN)
-            self._set_computed(sequence, sequence.num_tokens)
-            sequence.output_token_ids.append(first_token_id)
+            self._flight.join(sequence, first_token_ids)
 
     def finish(self, request_id: str) -> None:
         """The service is done with a sequence, whatever its state. Ended ones are ignored."""
         if sequence := self._roster.get(request_id):
-            self._end(sequence)
+            self._flight.end(sequence)
 
     def quarantine(self, request_id: str) -> tuple[int, ...]:
         """End a TARGET whose remote writer cannot be proven quiet; its blocks are locked away.
@@ -166,21 +160,14 @@ class Scheduler:
             return ()
         if sequence.state is not _S.PENDING_DECODE or sequence.purpose is not Purpose.TARGET:
             raise IllegalTransition(f"sequence {request_id}: no remote writer writes to it")
-        self._leave(sequence)
+        self._flight.leave(sequence)
         return self.kv.quarantine(request_id)
 
     def finish_reason(
         self, request: Request, token_id: int, num_output_tokens: int
     ) -> FinishReason | None:
         """How the answer ends with ``token_id``, its ``num_output_tokens``-th token, if it does."""
-        sampling = request.sampling
-        is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
-        if is_eos or token_id in sampling.stop_token_ids:
-            return FinishReason.STOP
-        num_tokens = len(request.prompt_token_ids) + num_output_tokens
-        if num_output_tokens >= sampling.max_tokens or num_tokens >= self.max_sequence_tokens:
-            return FinishReason.LENGTH
-        return None
+        return self._flight.finish_reason(request, token_id, num_output_tokens)
 
     # ---- what the services ask -------------------------------------------------------------
 
@@ -221,7 +208,7 @@ class Scheduler:
         self._roster.check_integrity()
         self.kv.check_integrity()
         running = {sequence.request_id for sequence in self._roster.running}
-        ended_in_flight = {i for i, s in self._in_flight.items() if s.state is _S.FINISHED}
+        ended_in_flight = self._flight.ended_ids
         if running | ended_in_flight != set(self.kv.sequence_ids) or running & ended_in_flight:
             raise IntegrityError("blocks are held by others than the running sequences")
         if self._roster.num_slots_taken() > self._max_decode_sequences:
@@ -236,16 +223,14 @@ class Scheduler:
             prefill_limit_tokens: most prefill tokens of the step, from measured speed; less
                 than a block counts as a block.
         """
-        if self._in_flight:
+        if self._flight.is_on:
             raise IllegalTransition("planned while a step is in flight")
         composition, picked = self._composer.compose(prefill_limit_tokens)
         if not composition.sequences:
             return StepPlan(self._num_steps), picked
         self._num_steps += 1
-        self._in_flight = {s.request_id: s for s in composition.sequences}
+        self._flight.begin(self._num_steps, composition.sequences)
         return self._composer.plan_of(self._num_steps, composition), picked
-
-    # ---- apply -----------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[EngineEvent]:
         """The step has ended. Tells what it computed and sampled.
@@ -253,73 +238,16 @@ class Scheduler:
         A row in ``failures`` ends its sequence. A row that should have sampled and has neither
         a token nor a failure was thrown away: it is planned again.
         """
-        if not plan.sequences:
-            return []
-        if not self._in_flight or plan.step != self._num_steps:
-            raise IllegalTransition(f"step {plan.step} is not in flight")
-        in_flight, self._in_flight = self._in_flight, {}
-        events: list[EngineEvent] = []
-        for row in plan.sequences:
-            sequence = in_flight[row.request_id]
-            if sequence.state is _S.FINISHED:
-                self.kv.free(row.request_id)
-            elif reason := result.failures.get(row.request_id):
-                self._end(sequence)
-                events.append(Failed(row.request_id, reason))
-            elif not row.samples:
-                events += self._computed(sequence, row.end)
-            elif (token_id := result.token_ids.get(row.request_id)) is not None:
-                events += self._computed(sequence, row.end)
-                events.append(self._sampled(sequence, token_id))
-        return events
+        return self._flight.apply(plan, result) if plan.sequences else []
 
     def fail(self, request_ids: Iterable[str], reason: str) -> list[EngineEvent]:
         """The step in flight has crashed and writes nothing any more; these sequences end.
 
         The others of that step are planned again. Tells of those that had not ended before.
         """
-        in_flight, self._in_flight = self._in_flight, {}
-        for sequence in in_flight.values():
-            if sequence.state is _S.FINISHED:
-                self.kv.free(sequence.request_id)
-        events: list[EngineEvent] = []
-        for request_id in request_ids:
-            if alive := self._roster.get(request_id):
-                self._end(alive)
-                events.append(Failed(request_id, reason))
-        return events
+        return self._flight.fail(request_ids, reason)
 
-    def _computed(self, sequence: Sequence, end: int) -> list[EngineEvent]:
-        self._set_computed(sequence, end)
-        is_source = sequence.purpose is Purpose.SOURCE
-        return [Computed(sequence.request_id, end)] if is_source else []
-
-    def _sampled(self, sequence: Sequence, token_id: int) -> Sampled:
-        """A SOURCE never says how the answer ends: its target alone decides."""
-        if sequence.purpose is Purpose.SOURCE:
-            sequence.advance(_E.PROMPT_COMPUTED)
-            return Sampled(sequence.request_id, token_id, None)
-        num_output_tokens = len(sequence.output_token_ids) + 1
-        reason = self.finish_reason(sequence.request, token_id, num_output_tokens)
-        if reason is not None:
-            self._end(sequence)
-        else:
-            sequence.output_token_ids.append(token_id)
-            if sequence.state is _S.PREFILLING:
-                sequence.advance(_E.JOIN)
-        return Sampled(sequence.request_id, token_id, reason)
-
-    def _set_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """KV below ``num_tokens`` exists: publish the blocks that have become full."""
-        block_size = self.kv.block_size
-        became_full = num_tokens // block_size > sequence.num_computed_tokens // block_size
-        sequence.num_computed_tokens = num_tokens
-        if became_full:
-            self.kv.publish(sequence.request_id, sequence.token_ids, num_tokens)
-
-    # ---- in and out ------------------------------------------------------------------------
-
-    def _check_fits(self, request: Request) -> None:
+    def _check_fits(self, request: Request, purpose: Purpose) -> None:
         num_tokens = request.num_known_tokens
         if not num_tokens:  # it would never be picked, nor end
             raise InvalidRequest("prompt", "is empty")
@@ -328,15 +256,17 @@ class Scheduler:
                 f"the prompt has {num_tokens} tokens, and prompt and answer together fit "
                 f"{self.max_sequence_tokens}: shorten the prompt"
             )
-
-    def _end(self, sequence: Sequence) -> None:
-        """Out of every list; its blocks are free, or will be once the running forward is over."""
-        had_blocks = self._leave(sequence)
-        if had_blocks and self._in_flight.get(sequence.request_id) is not sequence:
-            self.kv.free(sequence.request_id)
-
-    def _leave(self, sequence: Sequence) -> bool:
-        """True when it had blocks."""
-        sequence.advance(_E.FINISH)
-        self._admission.left(sequence)
-        return self._roster.forget(sequence)
+        num_candidates = request.sampling.num_candidates
+        if purpose is Purpose.SOURCE or num_candidates == 1:
+            return
+        if num_candidates > self._max_decode_sequences:
+            raise CapacityError(
+                f"{num_candidates} answers at once are more than --max-decode-sequences = "
+                f"{self._max_decode_sequences}: ask for fewer"
+            )
+        num_blocks = -(-num_tokens // self.kv.block_size) + num_candidates - 1
+        if num_blocks * self.kv.block_size > self.kv.capacity_tokens:
+            raise CapacityError(
+                f"{num_candidates} answers to a prompt of {num_tokens} tokens do not fit the KV "
+                "cache: ask for fewer"
+            )

@@ -37,6 +37,7 @@ FLOORS = {
     "engine.scheduler": (0, "engine"),
     "engine.admission": (0, "engine"),
     "engine.composer": (0, "engine"),
+    "engine.flight": (0, "engine"),
     "engine.roster": (0, "engine"),
     "engine.order": (0, "engine"),
     "engine.pace": (0, "engine"),

@@ -8,11 +8,13 @@ whole blocks are read and written by kvtransfer, from other threads, through ``r
 """
 
 import mmap
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from engine.errors import CapacityError, ModelError
+from engine.kv.manager import BlockCopy
 from kvtransfer.layout import KvLayout
 
 
@@ -60,6 +62,12 @@ class PagedKvCache:
             raise IndexError(f"blocks {block_id}..{block_id + num_blocks - 1} of {self.num_blocks}")
         size = self.layout.region_bytes
         return self._bytes[layer][block_id * size : (block_id + num_blocks) * size]
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        """All layers of whole blocks, one copy after the other."""
+        for copy in copies:
+            for layer in range(self.layout.num_layers):
+                self.region(layer, copy.to_block)[:] = self.region(layer, copy.from_block)
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store K and V of tokens.

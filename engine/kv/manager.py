@@ -1,4 +1,4 @@
-"""Which sequence holds which blocks: allocation, growth, publication, quarantine.
+"""Which sequence holds which blocks: allocation, growth, forks, publication, quarantine.
 
 Joins the pool and the prefix index. Knows tokens, not requests, steps or tensors.
 Called by ``scheduler``; the services read its stats. Single-threaded: the caller holds a lock.
@@ -6,10 +6,14 @@ Called by ``scheduler``; the services read its stats. Single-threaded: the calle
 A block enters the prefix index only when its bytes exist: whoever wrote or received them says
 so with ``publish``. Blocks below ``num_cached_tokens`` of an allocation are shared and full,
 and never written by the sequence; those after are its own until it publishes them.
+
+Forks share all blocks, also the last, half full one. Who would write to a block that others
+hold gets a fresh one instead, and a copy to be made before anything is written (``copies``);
+the block it is copied from stays held until it has been made (``copied``).
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.errors import IllegalTransition, IntegrityError, InvalidConfig
 from engine.kv.pool import BlockPool, BlockStats
@@ -24,14 +28,26 @@ class Allocation:
     num_cached_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """All layers of one block, to be copied into another."""
+
+    from_block: int
+    to_block: int
+
+
 @dataclass(slots=True)
 class _Holding:
     """What one sequence holds. ``hashes`` are those of its first full blocks, as far as known."""
 
     root: bytes
     block_ids: list[int]
+    num_tokens: int
+    """What the blocks are for; fills the last of them at least by one token."""
     hashes: list[bytes] = field(default_factory=list)
     num_published_blocks: int = 0
+    num_forked_blocks: int = 0
+    """The first so many blocks may be shared with forks, published or not."""
 
 
 class KvManager:
@@ -71,6 +87,7 @@ class KvManager:
         self._pool = BlockPool(num_blocks)
         self._index = PrefixIndex()
         self._holdings: dict[str, _Holding] = {}
+        self._copies: list[tuple[str, BlockCopy]] = []  # not yet made, in order, by writer
 
     @property
     def capacity_tokens(self) -> int:
@@ -90,16 +107,20 @@ class KvManager:
         return tuple(self._holding(sequence_id).block_ids)
 
     def allocate(
-        self, sequence_id: str, token_ids: Sequence[int], salt: str = ""
+        self, sequence_id: str, token_ids: Sequence[int], salt: str = "", num_forks: int = 1
     ) -> Allocation | None:
         """Blocks for all of ``token_ids``, or None when they do not fit now.
 
         Takes over the longest published beginning, but never all of it: at least the last
         token is left to compute, because its logits are needed.
+
+        Args:
+            num_forks: how many the sequence will become; each but one will want a block to
+                go on in, so that many must be left over.
         """
         if sequence_id in self._holdings:
             raise IllegalTransition(f"sequence {sequence_id}: allocated twice")
-        holding = _Holding(root_hash(self._model_digest, salt=salt), [])
+        holding = _Holding(root_hash(self._model_digest, salt=salt), [], len(token_ids))
         hits: list[int] = []
         if self._prefix_cache:
             self._extend_hashes(holding, token_ids, len(token_ids) // self.block_size)
@@ -107,7 +128,7 @@ class KvManager:
                 holding.hashes[: (len(token_ids) - 1) // self.block_size]
             )
         num_fresh = self._num_blocks_for(len(token_ids)) - len(hits)
-        if not self._fits(hits, num_fresh):
+        if not self._fits(hits, num_fresh + num_forks - 1):
             return None
         for block_id in hits:
             self._pool.share(block_id)
@@ -120,14 +141,52 @@ class KvManager:
         return Allocation(tuple(holding.block_ids), num_cached_tokens)
 
     def append(self, sequence_id: str, num_tokens: int) -> bool:
-        """Grow to hold ``num_tokens`` in all. False: does not fit, and nothing changed."""
+        """Grow to hold ``num_tokens`` in all; the new ones may then be written.
+
+        A block that they share with another's tokens is replaced by a copy to be made. False:
+        does not fit, and nothing changed.
+        """
         holding = self._holding(sequence_id)
+        if num_tokens <= holding.num_tokens:
+            return True
         num_fresh = self._num_blocks_for(num_tokens) - len(holding.block_ids)
-        if num_fresh > self._pool.num_available:
+        i = holding.num_tokens // self.block_size
+        unshares = i < len(holding.block_ids) and self._num_holders(holding.block_ids[i]) > 1
+        if num_fresh + unshares > self._pool.num_available:
             return False
-        if num_fresh > 0:
-            holding.block_ids += self._take(num_fresh)
+        if unshares:
+            self._unshare(sequence_id, i)
+        holding.block_ids += self._take(num_fresh)
+        holding.num_forked_blocks = min(holding.num_forked_blocks, i)
+        holding.num_tokens = num_tokens
         return True
+
+    def fork(self, sequence_id: str, fork_id: str) -> None:
+        """Let ``fork_id`` hold all blocks of ``sequence_id``, too. Takes no block.
+
+        The KV of all their tokens exists. Both go on with ``append``.
+        """
+        if fork_id in self._holdings:
+            raise IllegalTransition(f"sequence {fork_id}: allocated twice")
+        if any(writer == sequence_id for writer, _ in self._copies):
+            raise IllegalTransition(f"sequence {sequence_id}: forked before its copy is made")
+        holding = self._holding(sequence_id)
+        for block_id in holding.block_ids:
+            self._pool.share(block_id)
+        holding.num_forked_blocks = len(holding.block_ids)
+        self._holdings[fork_id] = replace(
+            holding, block_ids=list(holding.block_ids), hashes=list(holding.hashes)
+        )
+
+    def copies(self) -> tuple[BlockCopy, ...]:
+        """What must be copied, in this order, before the next step writes."""
+        return tuple(copy for _, copy in self._copies)
+
+    def copied(self) -> None:
+        """All ``copies`` have been made."""
+        for _, copy in self._copies:
+            self._pool.release(copy.from_block)
+        self._copies.clear()
 
     def publish(self, sequence_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """The KV of the first ``num_computed_tokens`` of ``token_ids`` exists: index full blocks.
@@ -142,6 +201,8 @@ class KvManager:
             return
         self._extend_hashes(holding, token_ids, num_full)
         for i in range(holding.num_published_blocks, num_full):
+            if holding.block_ids[i] in self._index:
+                continue  # a fork that shares the block has published it
             if self._index.add(holding.hashes[i], holding.block_ids[i]):
                 self._pool.mark_indexed(holding.block_ids[i])
         holding.num_published_blocks = num_full
@@ -179,6 +240,16 @@ class KvManager:
     def stats(self) -> BlockStats:
         return self._pool.stats()
 
+    def fragmentation_ratio(self) -> float:
+        """Share of the held slots that no token is for: 0 to 1."""
+        unused: dict[int, int] = {}
+        for holding in self._holdings.values():
+            last = holding.block_ids[-1]
+            room = len(holding.block_ids) * self.block_size - holding.num_tokens
+            unused[last] = min(room, unused.get(last, room))
+        num_slots = self.stats().held * self.block_size
+        return sum(unused.values()) / num_slots if num_slots else 0.0
+
     def check_integrity(self) -> None:
         """Pool, index and block tables agree.
 
@@ -193,12 +264,31 @@ class KvManager:
                 raise IntegrityError(f"sequence {sequence_id}: one block twice in its table")
             for i, block_id in enumerate(holding.block_ids):
                 counts[block_id] += 1
-                if i >= holding.num_published_blocks and self._pool.ref_count(block_id) != 1:
+                num_shared = max(holding.num_published_blocks, holding.num_forked_blocks)
+                if i >= num_shared and self._num_holders(block_id) != 1:
                     raise IntegrityError(f"block {block_id}: unpublished, but owned twice")
+            if self._num_blocks_for(holding.num_tokens) != len(holding.block_ids):
+                raise IntegrityError(f"sequence {sequence_id}: tokens and blocks disagree")
+        for writer, copy in self._copies:
+            counts[copy.from_block] += 1
+            if copy.to_block not in self._holding(writer).block_ids:
+                raise IntegrityError(f"block {copy.to_block}: copied to, but not held")
         if any(self._pool.ref_count(i) != count for i, count in enumerate(counts)):
             raise IntegrityError("ref counts differ from the block tables")
         if self.stats().cached > len(self._index):
             raise IntegrityError("more blocks cached than indexed")
+
+    def _num_holders(self, block_id: int) -> int:
+        """Sequences that hold it; a copy yet to be made only reads."""
+        num_readers = sum(copy.from_block == block_id for _, copy in self._copies)
+        return self._pool.ref_count(block_id) - num_readers
+
+    def _unshare(self, sequence_id: str, i: int) -> None:
+        """Its reference to the shared block becomes the copy's, until that has been made."""
+        block_ids = self._holdings[sequence_id].block_ids
+        (fresh,) = self._take(1)
+        self._copies.append((sequence_id, BlockCopy(block_ids[i], fresh)))
+        block_ids[i] = fresh
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -234,4 +324,8 @@ class KvManager:
     def _pop(self, sequence_id: str) -> _Holding:
         holding = self._holding(sequence_id)
         del self._holdings[sequence_id]
+        for writer, copy in self._copies:
+            if writer == sequence_id:
+                self._pool.release(copy.from_block)
+        self._copies = [(w, copy) for w, copy in self._copies if w != sequence_id]
         return holding

@@ -170,6 +170,7 @@ class WorkerMetrics:
     kv_blocks: Callable[[str], Gauge]
     """By state: free, cached, held or quarantined."""
     kv_usage_ratio: Gauge
+    kv_fragmentation_ratio: Gauge
     prefix_cache_queries_tokens_total: Counter
     prefix_cache_hits_tokens_total: Counter
     prompt_tokens_total: Callable[[str], Counter]
@@ -203,6 +204,9 @@ class WorkerMetrics:
             requests_waiting=family.gauge("kvrelay_requests_waiting", "Requests in the queue."),
             kv_blocks=family.gauges("kvrelay_kv_blocks", "KV blocks by state.", "state"),
             kv_usage_ratio=family.gauge("kvrelay_kv_usage_ratio", "Share of KV blocks in use."),
+            kv_fragmentation_ratio=family.gauge(
+                "kvrelay_kv_fragmentation_ratio", "Share of the held slots that no token is for."
+            ),
             prefix_cache_queries_tokens_total=family.counter(
                 "kvrelay_prefix_cache_queries_tokens_total", "Tokens looked up in the prefix cache."
             ),

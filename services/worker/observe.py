@@ -52,6 +52,7 @@ class Observer:
             held=blocks.held,
             quarantined=blocks.quarantined,
         )
+        metrics.kv_fragmentation_ratio.set(load.fragmentation_ratio)
         metrics.requests_running.set(load.requests_running)
         metrics.requests_waiting.set(load.requests_waiting)
         add("preemptions", metrics.preemptions_total, load.num_preemptions)

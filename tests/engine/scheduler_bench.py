@@ -64,7 +64,8 @@ class Bench:
         return plan
 
     def apply(self, plan: StepPlan) -> list[EngineEvent]:
-        tokens = {row.request_id: self.token_id for row in plan.sequences if row.samples}
+        samplers = [each for row in plan.sequences for each in row.samplers]
+        tokens = {each.request_id: self.token_id for each in samplers}
         events = self.scheduler.apply(plan, StepResult(tokens))
         self.scheduler.check_integrity()
         return events

@@ -21,7 +21,7 @@ from engine.plan import (
     StepPlan,
     StepResult,
 )
-from engine.request import FinishReason, Purpose, Request
+from engine.request import FinishReason, Purpose, Request, SamplingParams, forks_of
 from engine.scheduler import Scheduler
 
 EOS = ord("q")
@@ -29,14 +29,15 @@ MAX_CONTEXT = 120
 
 
 @cache
-def long_answer(prompt: tuple[int, ...]) -> list[int]:
-    return answer(prompt, MAX_CONTEXT - len(prompt))
+def long_answer(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
+    return answer(prompt, MAX_CONTEXT - len(prompt), sampling)
 
 
 def undisturbed(request: Request, limit_tokens: int) -> tuple[list[int], FinishReason]:
     """What the answer is when nothing goes wrong, and how it ends."""
     output: list[int] = []
-    for token_id in long_answer(request.prompt_token_ids):
+    drawn = SamplingParams(request.sampling.temperature, seed=request.sampling.seed)
+    for token_id in long_answer(request.prompt_token_ids, drawn):
         if token_id == EOS and not request.sampling.ignore_eos:
             return output, FinishReason.STOP
         if token_id in request.sampling.stop_token_ids:
@@ -50,10 +51,12 @@ def undisturbed(request: Request, limit_tokens: int) -> tuple[list[int], FinishR
 
 @dataclass
 class Job:
-    """One request as its service sees it."""
+    """One answer as its service sees it."""
 
     request: Request
     purpose: Purpose
+    family: "list[Job]"
+    """All answers to one request; the first is in the scheduler under the request's own id."""
     output: list[int] = field(default_factory=list)
     ended: FinishReason | None = None
     table: tuple[int, ...] = ()
@@ -62,6 +65,11 @@ class Job:
     is_granted: bool = False
     is_joined: bool = False
     is_computed: bool = False  # SOURCE: the first token was sampled
+    is_born: bool = False  # it has a first token
+
+    @property
+    def leads(self) -> bool:
+        return self is self.family[0]
 
 
 @dataclass(frozen=True)
@@ -95,11 +103,13 @@ class Simulation:
     # ---- requests --------------------------------------------------------------------------
 
     def submit(self, request: Request, purpose: Purpose) -> Job:
-        job = self.jobs[request.request_id] = Job(request, purpose)
+        family: list[Job] = []
+        family += [Job(each, purpose, family) for each in forks_of(request)]
+        self.jobs |= {job.request.request_id: job for job in family}
         if purpose is not Purpose.TARGET:
             self.scheduler.add(request, purpose, self.now_s)
         self.check()
-        return job
+        return family[0]
 
     def live(self, purpose: Purpose | None = None) -> list[Job]:
         return [
@@ -113,30 +123,40 @@ class Simulation:
         job.ended = reason
 
     def abort(self, job: Job) -> None:
-        self.end(job, FinishReason.ABORT)
-        if job.table and not job.is_joined and self.rng.random() < 0.5:
-            self.quarantined.append(self.scheduler.quarantine(job.request.request_id))
+        """A stop string ends one answer, a client that leaves all of them."""
+        if job.is_born and job.purpose is not Purpose.SOURCE and self.rng.random() < 0.5:
+            family = [job]
         else:
-            self.scheduler.finish(job.request.request_id)
-        self.scheduler.finish(job.request.request_id)
-        self.check()
+            family = job.family
+        for each in family:
+            if each.ended is None:
+                self.end(each, FinishReason.ABORT)
+            if each.table and not each.is_joined and self.rng.random() < 0.5:
+                self.quarantined.append(self.scheduler.quarantine(each.request.request_id))
+                each.is_joined = True
+            self.scheduler.finish(each.request.request_id)
+            self.scheduler.finish(each.request.request_id)
+            self.check()
 
     # ---- handoffs --------------------------------------------------------------------------
 
     def move_handoffs(self, chance: float) -> None:
         for job in self.live(Purpose.SOURCE):
-            if self.rng.random() > chance:
+            if not job.leads or self.rng.random() > chance:
                 continue
             if job.is_computed:
-                self.end(job, FinishReason.LENGTH)
+                assert all(each.is_computed for each in job.family)
+                for each in job.family:
+                    self.end(each, FinishReason.LENGTH)
                 self.scheduler.finish(job.request.request_id)
             elif job.is_picked and not job.is_granted:
                 job.is_granted = True
                 self.scheduler.grant(job.request.request_id)
         # Like the service: the first that has no blocks asks, the others wait for it.
-        for job in [job for job in self.live(Purpose.TARGET) if not job.table][:1]:
+        leaders = [job for job in self.live(Purpose.TARGET) if job.leads]
+        for job in [job for job in leaders if not job.table][:1]:
             self.reserve(job)
-        for job in self.live(Purpose.TARGET):
+        for job in leaders:
             if job.table and not job.is_joined and self.rng.random() < chance:
                 self.land(job)
         self.disturb_quarantined(chance)
@@ -158,16 +178,15 @@ class Simulation:
         job.num_landed_tokens = end
         if end < len(prompt):
             return
-        token_id = next_token(prompt)
-        reason = self.scheduler.finish_reason(job.request, token_id, 1)
-        if reason is not FinishReason.STOP:
-            job.output.append(token_id)
-        if reason is None:
-            job.is_joined = True
-            self.scheduler.join(job.request.request_id, token_id)
-        else:
-            self.end(job, reason)
-            self.scheduler.finish(job.request.request_id)
+        firsts = [next_token(prompt, each.request.sampling) for each in job.family]
+        for each, token_id in zip(job.family, firsts, strict=True):
+            each.is_joined = each.is_born = True
+            reason = self.scheduler.finish_reason(each.request, token_id, 1)
+            if reason is not FinishReason.STOP:
+                each.output.append(token_id)
+            if reason is not None:
+                self.end(each, reason)
+        self.scheduler.join(job.request.request_id, *firsts)
 
     def write(self, token_ids: tuple[int, ...], start: int, table: tuple[int, ...]) -> None:
         sampling = Request("w", ()).sampling
@@ -234,10 +253,12 @@ class Simulation:
                     self.end(job, FinishReason.ERROR)
                 case Sampled() if job.purpose is Purpose.SOURCE:
                     assert not job.is_computed and event.finish_reason is None
-                    assert event.token_id == next_token(job.request.prompt_token_ids)
+                    prompt = job.request.prompt_token_ids
+                    assert event.token_id == next_token(prompt, job.request.sampling)
                     job.is_computed = True
                 case Sampled():
                     assert job.ended is None, "a token after the end"
+                    job.is_born = True
                     if event.finish_reason is not FinishReason.STOP:
                         job.output.append(event.token_id)
                     if event.finish_reason is not None:

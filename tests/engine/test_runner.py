@@ -1,5 +1,6 @@
 """The runner: what ``auto`` comes to, what it refuses, and one plan in, one result out."""
 
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import torch
 from engine import runner as runner_module
 from engine.config import EngineConfig
 from engine.errors import CapacityError, ModelError
+from engine.kv.manager import BlockCopy
 from engine.loaders.files import ModelFiles
 from engine.loaders.open import open_model
-from engine.plan import ScheduledSequence, StepPlan
+from engine.plan import Fork, ScheduledSequence, StepPlan
 from engine.request import SamplingParams
 from engine.runner import Runner, default_kv_cache_bytes
 from tests.engine.models.tiny_llama import SHAPES, oracle_logits, random_llama, write_directory
@@ -78,6 +80,40 @@ def test_any_block_size_runs(files: ModelFiles, model, block_size: int) -> None:
     table = tuple(reversed(range(len(ids))))
     result = Runner(config, files).run(StepPlan(0, (sequence(ids, table=table),)))
     assert result.token_ids["r"] == int(oracle_logits(model, ids)[-1].argmax())
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_forks_sample_alone_and_write_apart(files: ModelFiles, kernels: str) -> None:
+    """One prompt, three answers, block 1 half full: two of them go on in copies of it."""
+    runner = Runner(dataclasses.replace(CONFIG, kernels=kernels), files)
+    ids = [5, 77, 200, 31, 9, 9, 120, 4, 4, 18, 3, 2, 1, 50, 60, 70, 80, 90]
+    drawn = [SamplingParams(temperature=1.5, seed=seed) for seed in (1, 2, 3)]
+    names = ["r", "r/1", "r/2"]
+    alone: list[list[int]] = []
+    for sampling in drawn:
+        tokens: list[int] = []
+        for _ in range(3):
+            row = sequence(ids + tokens, table=(9, 8), sampling=sampling)
+            tokens.append(runner.run(StepPlan(0, (row,))).token_ids["r"])
+        alone.append(tokens)
+    forks = tuple(Fork(n, s) for n, s in zip(names[1:], drawn[1:], strict=True))
+    prompt = dataclasses.replace(sequence(ids, table=(0, 1), sampling=drawn[0]), forks=forks)
+    bystander = sequence([7, 8], table=(5,), request_id="other")
+    result = runner.run(StepPlan(1, (bystander, prompt)))
+    assert set(result.token_ids) == {"other", *names}
+    together = [[result.token_ids[name]] for name in names]
+    copies: tuple[BlockCopy, ...] = (BlockCopy(1, 2), BlockCopy(1, 3))
+    for _ in range(2):
+        rows = tuple(
+            sequence([tokens[-1]], len(ids) + len(tokens) - 1, (0, last), name, sampling=sampling)
+            for tokens, last, name, sampling in zip(together, (2, 3, 1), names, drawn, strict=True)
+        )
+        result = runner.run(StepPlan(2, rows, copies=copies))
+        copies = ()
+        for tokens, name in zip(together, names, strict=True):
+            tokens.append(result.token_ids[name])
+    assert together == alone
+    assert len({tuple(tokens) for tokens in alone}) > 1
 
 
 def test_only_sequences_that_sample_are_answered(runner: Runner) -> None:

@@ -50,8 +50,10 @@ worlds = st.fixed_dictionaries(
 
 def random_request(rng: random.Random, number: int) -> Request:
     sampling = SamplingParams(
-        temperature=0.0,
+        temperature=rng.choice([0.0, 1.0]),
+        seed=rng.randrange(100),
         max_tokens=rng.choice([1, 2, 8, 30, 100]),
+        n=rng.choice([1, 1, 1, 2, 3]),
         stop_token_ids=(ord("z"),) if rng.random() < 0.2 else (),
         ignore_eos=rng.random() < 0.6,
     )
@@ -63,13 +65,29 @@ def submit_some(simulation: Simulation, count: int, purposes: list[Purpose]) -> 
     rng = simulation.rng
     for _ in range(count):
         request = random_request(rng, len(simulation.jobs))
-        limit_tokens = simulation.scheduler.max_sequence_tokens
-        if len(request.prompt_token_ids) < limit_tokens:
-            simulation.submit(request, rng.choice(purposes))
+        purpose = rng.choice(purposes)
+        if can_ever_fit(simulation, request, purpose):
+            simulation.submit(request, purpose)
         else:
-            with pytest.raises(CapacityError, match=str(limit_tokens)):
+            num_jobs = len(simulation.jobs)
+            with pytest.raises(CapacityError):
                 simulation.submit(request, Purpose.LOCAL)
-            del simulation.jobs[request.request_id]
+            simulation.jobs = dict(list(simulation.jobs.items())[:num_jobs])
+
+
+def can_ever_fit(simulation: Simulation, request: Request, purpose: Purpose) -> bool:
+    num_tokens, num_forks = len(request.prompt_token_ids), request.sampling.n - 1
+    if num_tokens >= simulation.scheduler.max_sequence_tokens:
+        return False
+    num_blocks = -(-num_tokens // simulation.kv.block_size) + num_forks
+    return (
+        purpose is Purpose.SOURCE
+        or num_forks == 0
+        or (
+            num_forks < simulation.config.max_decode_sequences
+            and num_blocks <= simulation.kv.stats().total
+        )
+    )
 
 
 def live_through(simulation: Simulation, purposes: list[Purpose], num_requests: int) -> None:

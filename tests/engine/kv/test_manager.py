@@ -219,3 +219,87 @@ def test_hashes_are_those_of_the_full_blocks() -> None:
     assert len(kv.hashes(tokens(33))) == 2
     assert kv.hashes(tokens(33))[:1] == kv.hashes(tokens(16))
     assert kv.hashes(tokens(16)) != kv.hashes(tokens(16), salt="a")
+
+
+# ---- forks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 31, 32, 33])
+def test_forks_share_until_they_write(num_tokens: int) -> None:
+    kv = manager()
+    table = allocate(kv, "a", tokens(num_tokens)).block_table
+    kv.publish("a", tokens(num_tokens), num_tokens)
+    kv.fork("a", "b")
+    kv.fork("a", "c")
+    assert kv.block_table("b") == kv.block_table("c") == table
+    assert kv.stats().held == len(table)
+    for name in "abc":
+        assert kv.append(name, num_tokens + 1)
+        kv.check_integrity()
+    # Full blocks stay shared; of a half full one there are two copies, and the last keeps it.
+    is_partial = num_tokens % BLOCK > 0
+    num_shared = num_tokens // BLOCK
+    assert kv.stats().held == num_shared + 3
+    assert [copy.from_block for copy in kv.copies()] == [table[-1]] * 2 * is_partial
+    assert [copy.to_block for copy in kv.copies()] == [
+        kv.block_table(name)[-1] for name in "ab" if is_partial
+    ]
+    assert len({kv.block_table(name)[:num_shared] for name in "abc"}) == 1
+    kv.copied()
+    assert kv.copies() == ()
+    for name in "abc":
+        kv.free(name)
+        kv.check_integrity()
+    assert kv.stats().held == 0
+
+
+def test_the_copied_block_stays_held_until_the_copy_is_made() -> None:
+    kv = manager(3)
+    (shared,) = allocate(kv, "a", tokens(5)).block_table
+    kv.fork("a", "b")
+    assert kv.append("a", 6)
+    kv.free("b")
+    kv.check_integrity()
+    assert kv.stats().held == 2
+    with pytest.raises(IllegalTransition, match="copy"):
+        kv.fork("a", "c")
+    kv.copied()
+    assert kv.stats().held == 1 and shared not in kv.block_table("a")
+
+
+def test_a_copy_dies_with_who_wanted_it() -> None:
+    kv = manager(3)
+    allocate(kv, "a", tokens(5))
+    kv.fork("a", "b")
+    assert kv.append("a", 6)
+    kv.free("a")
+    kv.check_integrity()
+    assert kv.copies() == () and kv.stats().held == 1
+    assert kv.append("b", 6) and kv.copies() == ()
+
+
+def test_a_fork_that_has_no_block_to_go_on_in_changes_nothing() -> None:
+    kv = manager(1)
+    allocate(kv, "a", tokens(5))
+    kv.fork("a", "b")
+    assert not kv.append("b", 6)
+    kv.check_integrity()
+    kv.free("a")
+    assert kv.append("b", 6) and kv.copies() == ()
+
+
+def test_an_allocation_for_forks_leaves_a_block_for_each() -> None:
+    kv = manager(4)
+    assert kv.allocate("a", tokens(33), num_forks=3) is None
+    assert kv.allocate("a", tokens(33), num_forks=2) is not None
+
+
+def test_fragmentation_counts_slots_that_no_token_is_for() -> None:
+    kv = manager()
+    assert kv.fragmentation_ratio() == 0
+    allocate(kv, "a", tokens(24))
+    assert kv.fragmentation_ratio() == 8 / 32
+    kv.fork("a", "b")
+    assert kv.fragmentation_ratio() == 8 / 32
+    kv.append("b", 25)
+    assert kv.fragmentation_ratio() == (8 + 7) / 48
