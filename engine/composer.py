@@ -109,6 +109,8 @@ class Composer:
             samples=samples,
             sampling=sequence.request.sampling,
             forks=tuple(Fork(fork.request_id, fork.sampling) for fork in unborn),
+            prompt_token_ids=sequence.request.prompt_token_ids,
+            output_token_ids=sequence.output_token_ids,
         )
 
 

@@ -75,7 +75,7 @@ class Flight:
                 events += self._computed(sequence, row.end)
             elif row.request_id in result.token_ids:
                 events += self._computed(sequence, row.end)
-                events += self._sampled(sequence, result.token_ids)
+                events += self._sampled(sequence, result)
         return events
 
     def fail(self, request_ids: Iterable[str], reason: str) -> list[EngineEvent]:
@@ -141,16 +141,16 @@ class Flight:
         is_source = sequence.purpose is Purpose.SOURCE
         return [Computed(sequence.request_id, end)] if is_source else []
 
-    def _sampled(self, sequence: Sequence, token_ids: dict[str, int]) -> list[EngineEvent]:
+    def _sampled(self, sequence: Sequence, result: StepResult) -> list[EngineEvent]:
         """A SOURCE never says how the answer ends: its target alone decides, and forks."""
         if sequence.purpose is Purpose.SOURCE:
             sequence.advance(_E.PROMPT_COMPUTED)
-            requests = (sequence.request, *self._unborn(sequence))
-            return [Sampled(r.request_id, token_ids[r.request_id], None) for r in requests]
-        everybody = [sequence, *self._fork(sequence)]
-        return [self._append(each, token_ids[each.request_id]) for each in everybody]
+            ids = [r.request_id for r in (sequence.request, *self._unborn(sequence))]
+            return [Sampled(i, result.token_ids[i], None, result.logprobs.get(i)) for i in ids]
+        return [self._append(each, result) for each in (sequence, *self._fork(sequence))]
 
-    def _append(self, sequence: Sequence, token_id: int) -> Sampled:
+    def _append(self, sequence: Sequence, result: StepResult) -> Sampled:
+        token_id = result.token_ids[sequence.request_id]
         num_output_tokens = len(sequence.output_token_ids) + 1
         reason = self.finish_reason(sequence.request, token_id, num_output_tokens)
         if reason is not None:
@@ -159,7 +159,8 @@ class Flight:
             sequence.output_token_ids.append(token_id)
             if sequence.state is _S.PREFILLING:
                 sequence.advance(_E.JOIN)
-        return Sampled(sequence.request_id, token_id, reason)
+        logprobs = result.logprobs.get(sequence.request_id)
+        return Sampled(sequence.request_id, token_id, reason, logprobs)
 
     def _unborn(self, sequence: Sequence) -> tuple[Request, ...]:
         return forks_of(sequence.request)[1:] if sequence.num_unborn_forks else ()

@@ -3,6 +3,7 @@
 Knows nothing of tensors. Made by ``scheduler``, read by ``runner``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.kv.manager import BlockCopy
@@ -33,6 +34,9 @@ class ScheduledSequence:
     sampling: SamplingParams
     forks: tuple[Fork, ...] = ()
     """Others that sample from the same logits; told under their own ids."""
+    prompt_token_ids: Sequence[int] = ()
+    """All of the prompt, and what has been written: not copies. They change between steps only."""
+    output_token_ids: Sequence[int] = ()
 
     @property
     def end(self) -> int:
@@ -67,6 +71,19 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable the model thought a token, and which ones it thought most probable."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm."""
+    rank: int
+    """1: none was more probable."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), the most probable first; as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What the runner sampled: request_id -> token id, for every sequence that samples and its
     forks.
@@ -78,6 +95,8 @@ class StepResult:
     token_ids: dict[str, int]
     failures: dict[str, str] = field(default_factory=dict)
     """request_id -> one line of reason."""
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    """request_id -> of its token, where they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +127,7 @@ class Sampled:
     request_id: str
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

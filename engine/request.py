@@ -81,7 +81,8 @@ class SamplingParams:
     """Neither EOS nor a stop ends the answer before so many tokens."""
     include_stop: bool = False
     """The stop string or token is part of the answer."""
-    bad_words: tuple[str, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that are never written."""
     logprobs: int | None = None
     """How many alternatives are told with a token's logprob; None: no logprobs."""
     prompt_logprobs: int | None = None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from engine.choice import choose_tokens
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import CapacityError, ModelError
 from engine.kv.cache import PagedKvCache, num_blocks_for
@@ -20,11 +21,9 @@ from engine.loaders.files import ModelFiles
 from engine.models.choose import Weights, build, choose, read_weights
 from engine.plan import StepPlan, StepResult
 from engine.recipe import Recipe
-from engine.sampler import sample
 from kvtransfer.layout import KvLayout
 
 MOST_AUTO_KV_BYTES = 1 << 30
-NOT_FINITE = "the model's logits are not finite for this sequence"
 
 
 class Runner:
@@ -67,10 +66,7 @@ class Runner:
             logits = self._model.step(plan.sequences, self.cache, on_layer)
             if len(sampling) > len(rows):
                 logits = logits.repeat_interleave(torch.tensor([len(r.samplers) for r in rows]), 0)
-            tokens = sample(logits, [s.sampling for s in sampling], [s.end for s in sampling])
-        sampled = {s.request_id: t for s, t in zip(sampling, tokens, strict=True) if t is not None}
-        failures = {s.request_id: NOT_FINITE for s in sampling if s.request_id not in sampled}
-        return StepResult(sampled, failures)
+            return choose_tokens(logits, sampling, self.model_config.eos_token_ids)
 
 
 def resolve_device(device: str) -> str:

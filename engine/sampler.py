@@ -13,7 +13,8 @@ one uniform number through the cumulative distribution would lack that).
     G       = -log(-log(u))                                in float64
 
 ``mix64`` is the finaliser of splitmix64 (Steele, Lea, Flood 2014), ``fmix32`` that of MurmurHash3.
-Filters apply in the order temperature, top_k, top_p.
+Filters apply in the order temperature, top_k, top_p, min_p, typical_p (locally typical sampling,
+Meister et al. 2023), each to what those before have kept.
 
 Knows nothing of sequences or plans. Called by the runner.
 """
@@ -59,7 +60,7 @@ def _draw(
 ) -> Iterator[tuple[int, int]]:
     """(row, token) of the rows that are not greedy."""
     vocab_size = logits.shape[1]
-    filtered = [r for r in rows if 0 < sampling[r].top_k < vocab_size or sampling[r].top_p < 1]
+    filtered = [r for r in rows if _is_filtered(sampling[r], vocab_size)]
     unfiltered = sorted(set(rows) - set(filtered))
     for first in range(0, len(unfiltered), _NOISE_ROWS):
         some = unfiltered[first : first + _NOISE_ROWS]
@@ -84,6 +85,8 @@ def _draw_filtered(
     """A token of each row's kept ones; None where more than ``width`` may have to be kept."""
     values, ids = logits.topk(width)
     kept, complete = _filter(logits, values, rows, sampling)
+    if any(sampling[row].typical_p < 1 for row in rows):
+        kept &= _typical(values, kept, rows, sampling)
     scores = _scaled(values, rows, sampling)
     scores += _noise(ids.to(torch.int32), rows, sampling, positions)
     winner = scores.masked_fill(~kept, float("-inf")).argmax(-1, keepdim=True)
@@ -113,10 +116,38 @@ def _filter(
     before = shares.cumsum(-1) - shares
     # top_p = 1 keeps all, whatever rounding says of the sum; the first is always kept.
     kept = in_top_k & ((before < top_p) | (top_p >= 1))
+    min_p = torch.tensor([sampling[row].min_p for row in rows], dtype=torch.float64).unsqueeze(1)
+    kept &= scaled >= scaled[:, :1] + min_p.log()
     kept[:, 0] = True
     # With top_k between width and the vocabulary the total above is of more than top_k tokens.
     exact = (top_k <= width) | ((top_k >= vocab_size) & ~kept[:, -1:])
     return kept, (exact.flatten() | (width == vocab_size)).tolist()
+
+
+def _typical(
+    values: Tensor, kept: Tensor, rows: list[int], sampling: Sequence[SamplingParams]
+) -> Tensor:
+    """Of the kept candidates, those whose surprise is nearest to what is expected, up to a mass."""
+    typical_p = torch.tensor([sampling[r].typical_p for r in rows], dtype=torch.float64)
+    scaled = _scaled(values, rows, sampling).masked_fill(~kept, float("-inf"))
+    logprobs = scaled.log_softmax(-1)
+    probabilities = logprobs.exp()
+    entropy = -(probabilities * logprobs.masked_fill(~kept, 0.0)).sum(-1, keepdim=True)
+    distance = (entropy + logprobs).abs().masked_fill(~kept, float("inf"))
+    ordered, order = distance.sort(dim=-1, stable=True)
+    mass = probabilities.gather(1, order).cumsum(-1)
+    last = (mass < typical_p.unsqueeze(1)).sum(-1, keepdim=True).clamp(max=values.shape[1] - 1)
+    near = distance <= ordered.gather(1, last)
+    return near | (typical_p >= 1).unsqueeze(1)
+
+
+def _is_filtered(sampling: SamplingParams, vocab_size: int) -> bool:
+    return (
+        0 < sampling.top_k < vocab_size
+        or sampling.top_p < 1
+        or sampling.min_p > 0
+        or sampling.typical_p < 1
+    )
 
 
 def _scaled(logits: Tensor, rows: list[int], sampling: Sequence[SamplingParams]) -> Tensor:

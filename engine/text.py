@@ -81,14 +81,18 @@ class StopChecker:
     began first, hence the longest. Each character is looked at once, whatever the number of stop
     strings (Aho and Corasick, "Efficient string matching", 1975).
 
+    Args:
+        include: the stop string itself may be sent, too.
+
     Raises:
         InvalidRequest: a stop string is empty.
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], include: bool = False) -> None:
         if "" in stop:
             raise InvalidRequest("stop", "a stop string is empty")
         self._trie = _Trie(stop)
+        self._include = include
         self._state = _Trie.ROOT
         self._held = ""
         self._matched: str | None = None
@@ -109,7 +113,7 @@ class StopChecker:
             found = trie.longest_match[state]
             if found is not None:
                 self._matched = found
-                return held[: end - len(found)], found
+                return held[: end if self._include else end - len(found)], found
         self._state = state
         certain = len(held) - trie.depth[state]
         self._held = held[certain:]

@@ -76,14 +76,18 @@ class SourceHandoff:
         """
         self._readiness.mark(layer, num_tokens)
 
-    def first(self, position: int, token_id: int, num_cached_tokens: int = 0) -> None:
+    def first(
+        self, position: int, token_id: int, num_cached_tokens: int = 0, details: bytes = b""
+    ) -> None:
         """The first output token is sampled: it leaves at once, ahead of bytes.
 
         Args:
             num_cached_tokens: prompt tokens that were in the source's own prefix cache.
+            details: for whoever asked for the handoff; not read on the way.
         """
         self.prefill_ended()
-        self._source.set_first(First(self.handoff_id, position, token_id, num_cached_tokens))
+        first = First(self.handoff_id, position, token_id, num_cached_tokens, details)
+        self._source.set_first(first)
 
     def prefill_ended(self) -> None:
         """Transfer time from here on is not hidden behind compute. ``first`` implies it."""

@@ -203,12 +203,15 @@ def _first_to_proto(first: First) -> pb.First:
         position=first.position,
         token_id=first.token_id,
         num_cached_tokens=first.num_cached_tokens,
+        details=first.details,
     )
 
 
 def _first_from_proto(message: pb.First) -> First:
     handoff_id = _id(message.handoff_id)
-    return First(handoff_id, message.position, message.token_id, message.num_cached_tokens)
+    return First(
+        handoff_id, message.position, message.token_id, message.num_cached_tokens, message.details
+    )
 
 
 def _id(handoff_id: bytes) -> bytes:

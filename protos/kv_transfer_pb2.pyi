@@ -97,16 +97,18 @@ class Refuse(_message.Message):
     def __init__(self, handoff_id: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class First(_message.Message):
-    __slots__ = ("handoff_id", "position", "token_id", "num_cached_tokens")
+    __slots__ = ("handoff_id", "position", "token_id", "num_cached_tokens", "details")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
     handoff_id: bytes
     position: int
     token_id: int
     num_cached_tokens: int
-    def __init__(self, handoff_id: _Optional[bytes] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    details: bytes
+    def __init__(self, handoff_id: _Optional[bytes] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., details: _Optional[bytes] = ...) -> None: ...
 
 class Sent(_message.Message):
     __slots__ = ("handoff_id", "num_frames", "num_bytes", "first")

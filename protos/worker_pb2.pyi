@@ -67,6 +67,12 @@ class StartDecode(_message.Message):
     source_instance_id: str
     def __init__(self, request: _Optional[_Union[WorkRequest, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., source_instance_id: _Optional[str] = ...) -> None: ...
 
+class FirstDetails(_message.Message):
+    __slots__ = ("logprobs",)
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprobs: _inference_pb2.TokenLogprobs
+    def __init__(self, logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+
 class PrefillEvents(_message.Message):
     __slots__ = ("events",)
     EVENTS_FIELD_NUMBER: _ClassVar[int]

@@ -64,6 +64,8 @@ class First:
     token_id: int
     num_cached_tokens: int = 0
     """Prompt tokens that the source found in its own prefix cache."""
+    details: bytes = b""
+    """What the services on both sides tell each other with it."""
 
 
 @dataclass(frozen=True, slots=True)

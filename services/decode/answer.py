@@ -18,6 +18,7 @@ from engine.tokenizer import Tokenizer
 from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
 from services.runtime.errors import ServiceError
+from services.runtime.work import logprobs_message
 
 FINISH_REASONS = {
     FinishReason.STOP: public.FINISH_REASON_STOP,
@@ -53,10 +54,10 @@ class Answer:
         self._detokenizer = Detokenizer(
             tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens
         )
-        self._stops = StopChecker(request.sampling.stop)
-        for token_id in request.output_token_ids:
+        self._stops = StopChecker(request.sampling.stop, request.sampling.include_stop)
+        for number, token_id in enumerate(request.output_token_ids, 1):
             # As an earlier attempt pushed them: what it held back of their text is held here, too.
-            self._stops.push(self._detokenizer.push([token_id]))
+            self._text(token_id, number)
         self.queue_s = 0.0
         """Received here -> picked by the scheduler; for a prompt prefilled here."""
         self.num_cached_tokens = 0
@@ -69,20 +70,25 @@ class Answer:
         if self.ended.is_set():
             return  # the engine may be a step ahead of a stop string
         self._note_time()
-        if sampled.finish_reason is FinishReason.STOP:
-            self._finish(FinishReason.STOP, self._stop_reason(sampled.token_id))
-            return
-        self.num_output_tokens += 1
-        text, matched = self._stops.push(self._detokenizer.push([sampled.token_id]))
         reason = sampled.finish_reason
+        stop_reason = ""
+        if reason is FinishReason.STOP:
+            stop_reason = self._stop_reason(sampled.token_id)
+            if not self._request.sampling.include_stop:
+                self._finish(FinishReason.STOP, stop_reason)
+                return
+        self.num_output_tokens += 1
+        text, matched = self._text(sampled.token_id, self.num_output_tokens)
         if reason is not None and matched is None:
             tail, matched = self._tail()
             text += tail
         tokens = public.Tokens(token_ids=[sampled.token_id], text=text)
+        if sampled.logprobs is not None:
+            tokens.logprobs.append(logprobs_message(sampled.logprobs))
         if matched is not None:
             self._end(FinishReason.STOP, matched, tokens)
         elif reason is not None:
-            self._end(reason, "", tokens)
+            self._end(reason, stop_reason, tokens)
         else:
             self._emit(wire.DecodeEvent(request_id=self._request.request_id, tokens=tokens))
 
@@ -98,6 +104,13 @@ class Answer:
         if not self.ended.is_set():
             self.ended.set()
             self._emit(failed_event(self._request.request_id, error))
+
+    def _text(self, token_id: int, number: int) -> tuple[str, str | None]:
+        """The text that may be sent after the ``number``-th token, and the stop string it ends."""
+        text = self._detokenizer.push([token_id])
+        if number < self._request.sampling.min_tokens:
+            return text, None
+        return self._stops.push(text)
 
     def _note_time(self) -> None:
         now_s = self._clock()

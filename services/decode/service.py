@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from engine.loop import Engine
-from engine.plan import EngineEvent, Failed, Picked, Sampled
+from engine.plan import EngineEvent, Failed, Picked, Sampled, TokenLogprobs
 from engine.request import Purpose, Request
 from engine.tokenizer import Tokenizer
 from kvtransfer.handoff.frames import First
@@ -32,7 +32,7 @@ from services.runtime.engine_port import EnginePort
 from services.runtime.errors import FailedPrecondition, Internal, to_service_error
 from services.runtime.metrics import WorkerMetrics
 from services.runtime.session import Session
-from services.runtime.work import as_attempt, parse_work_request
+from services.runtime.work import as_attempt, parse_logprobs, parse_work_request
 
 
 class DecodeService(worker_pb2_grpc.DecodeServicer):
@@ -123,7 +123,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             first = await self._take(handoff, attempt)
             answer.num_cached_tokens = first.num_cached_tokens
             reason = self._engine.finish_reason(attempt, first.token_id)
-            self._push(answer, Sampled(attempt.request_id, first.token_id, reason))
+            sampled = Sampled(attempt.request_id, first.token_id, reason, _logprobs(first))
+            self._push(answer, sampled)
             if not answer.ended.is_set():
                 await handoff.landed()
                 self._engine.join(attempt.request_id, first.token_id)
@@ -166,3 +167,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         await handoff.drained()
         self._engine.finish(request_id)
         self._port.notify_moved()
+
+
+def _logprobs(first: First) -> TokenLogprobs | None:
+    details = wire.FirstDetails.FromString(first.details)
+    return parse_logprobs(details.logprobs) if details.HasField("logprobs") else None

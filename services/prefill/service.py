@@ -32,7 +32,7 @@ from services.runtime.engine_port import EnginePort
 from services.runtime.errors import Internal, to_service_error
 from services.runtime.metrics import WorkerMetrics
 from services.runtime.session import Session
-from services.runtime.work import as_attempt, parse_work_request
+from services.runtime.work import as_attempt, logprobs_message, parse_work_request
 
 
 class _Progress:
@@ -161,7 +161,12 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             self._engine.grant(request.request_id)
             sampled = await unless(progress.sampled, released)
             computed_s = self._clock()
-            handoff.first(request.num_known_tokens, sampled.token_id, picked.num_cached_tokens)
+            handoff.first(
+                request.num_known_tokens,
+                sampled.token_id,
+                picked.num_cached_tokens,
+                _details(sampled),
+            )
             return await released, computed_s
         finally:
             released.cancel()
@@ -190,3 +195,11 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             block_hashes=self._engine.block_hashes(request),
             block_table=picked.block_table,
         )
+
+
+def _details(sampled: Sampled) -> bytes:
+    """What the decode instance must know of the first token, beside its id."""
+    if sampled.logprobs is None:
+        return b""
+    details = wire.FirstDetails(logprobs=logprobs_message(sampled.logprobs))
+    return bytes(details.SerializeToString())

@@ -19,10 +19,10 @@ from services.router.intake import (
     ChatTurn,
     Prompt,
     RawRequest,
-    RawSampling,
     check_client_id,
     check_number_of_messages,
 )
+from services.router.sampling import RawSampling, Spelling
 from services.router.served_model import ServedModel
 from services.router.serving import Answer, Serving
 from services.runtime.errors import (
@@ -37,7 +37,7 @@ RETRY_AFTER_KEY = "retry-after-ms"
 READ_TIMEOUT_S = 120.0
 """A client that takes nothing of its answer for so long has given it up. Long, because reading
 shows here only when a good part of the client's window, often 64 KiB, has been read."""
-SAMPLING_PREFIX = "sampling."
+SPELLING = Spelling("sampling.")
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -157,35 +157,57 @@ class _Reader:
             )
 
 
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "logprobs",
+)
+"""Fields of SamplingParams that know whether they are set."""
+_NOT_YET = ("prompt_logprobs", "beam_search", "guided")
+
+
 def raw_request(request: public.GenerateRequest) -> RawRequest:
     """A message as the intake takes it.
 
     Raises:
-        InvalidArgument: there is no prompt of any kind.
+        InvalidArgument: there is no prompt of any kind, or a field that is not supported.
     """
     prompt, name = _prompt(request)
     sampling = request.sampling
-
-    def given(field: str) -> Any:
-        return getattr(sampling, field) if sampling.HasField(field) else None
-
+    for field in _NOT_YET:
+        if sampling.HasField(field):
+            raise InvalidArgument(SPELLING(field), "is not supported")
+    for field in ("n", "best_of"):
+        if sampling.HasField(field) and getattr(sampling, field) != 1:
+            raise InvalidArgument(SPELLING(field), "only 1 is supported")
+    numbers: dict[str, Any] = {n: getattr(sampling, n) for n in _NUMBERS if sampling.HasField(n)}
     return RawRequest(
         prompt=prompt,
         prompt_field=name,
-        field_prefix=SAMPLING_PREFIX,
+        spelling=SPELLING,
         model=request.model,
         sampling=RawSampling(
-            temperature=given("temperature"),
-            top_p=given("top_p"),
-            top_k=given("top_k"),
-            seed=given("seed"),
-            max_tokens=given("max_tokens"),
+            **numbers,
             stop=sampling.stop,
             stop_token_ids=sampling.stop_token_ids,
             ignore_eos=sampling.ignore_eos,
-            skip_special_tokens=given("skip_special_tokens") is not False,
+            skip_special_tokens=not sampling.HasField("skip_special_tokens")
+            or sampling.skip_special_tokens,
+            logit_bias=sampling.logit_bias,
+            include_stop=sampling.include_stop,
+            bad_words=sampling.bad_words,
         ),
         priority=request.priority,
+        salt=request.cache_salt,
     )
 
 

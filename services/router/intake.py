@@ -10,37 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.errors import InvalidRequest
-from engine.request import Request, SamplingParams
-from engine.tokenizer import check_text
+from engine.request import Request
+from services.router.sampling import RawSampling, Spelling, check_vocabulary, parse_sampling
 from services.router.served_model import ServedModel
 from services.runtime.errors import InvalidArgument
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 256
-"""Of one stop string."""
-MAX_STOP_TOKEN_IDS = 64
-MAX_TEMPERATURE = 2.0
 MAX_CHAT_MESSAGES = 4096
 MAX_CLIENT_ID_CHARACTERS = 256
-SEEDS = 2**64
+MAX_SALT_CHARACTERS = 256
 TOO_LONG_CODE = "context_length_exceeded"
 CHAT_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _PRIORITIES = range(-(2**31), 2**31)
-
-
-@dataclass(frozen=True, slots=True)
-class RawSampling:
-    """As the client sent it; None: unset."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +48,16 @@ class RawRequest:
     prompt: Prompt
     prompt_field: str
     """What the client calls it: names it in errors, like the next."""
-    field_prefix: str = ""
-    """Before names of sampling fields."""
-    max_tokens_field: str = "max_tokens"
+    spelling: Spelling = field(default_factory=Spelling)
+    """How it calls the fields of ``sampling``."""
     model: str = ""
     """Empty: the model that is served."""
     sampling: RawSampling = field(default_factory=RawSampling)
     default_max_tokens: int | None = None
     """None: what is left of the context."""
     priority: int = 0
+    salt: str = ""
+    """Equal prompts share a prefix cache only under equal salts."""
 
 
 def check_number_of_messages(count: int, name: str) -> None:
@@ -107,6 +88,13 @@ def check_client_id(client_request_id: str) -> str:
     return client_request_id
 
 
+def check_salt(salt: str) -> str:
+    """Raises: InvalidArgument: it is longer than any sensible one."""
+    if len(salt) > MAX_SALT_CHARACTERS:
+        raise InvalidArgument("cache_salt", f"is longer than {MAX_SALT_CHARACTERS} characters")
+    return salt
+
+
 class Intake:
     """Parses requests for one model."""
 
@@ -126,7 +114,9 @@ class Intake:
         if raw.model:
             self._model.check_name(raw.model)
         # Cheap checks first: a prompt is only encoded for a request that can be served.
-        sampling = self._sampling(raw)
+        sampling = parse_sampling(
+            raw.sampling, raw.spelling, self._model.tokenizer, self._model.vocab_size
+        )
         if raw.priority not in _PRIORITIES:
             raise InvalidArgument("priority", "must fit in 32 bits")
         if not isinstance(raw.prompt, (str, Chat)):
@@ -139,6 +129,7 @@ class Intake:
             prompt_token_ids=tuple(token_ids),
             sampling=replace(sampling, max_tokens=min(wanted, room)),
             priority=raw.priority,
+            salt=check_salt(raw.salt),
         )
 
     async def token_ids(self, prompt: Prompt, name: str) -> Sequence[int]:
@@ -157,7 +148,7 @@ class Intake:
                 token_ids = await self._model.encode_chat(_messages(prompt, name))
             else:
                 token_ids = prompt
-                self._check_vocabulary(token_ids, name)
+                check_vocabulary(token_ids, name, self._model.vocab_size)
         except InvalidRequest as error:
             raise InvalidArgument(name, error.reason) from error
         if not token_ids:
@@ -180,62 +171,6 @@ class Intake:
                 code=TOO_LONG_CODE,
             )
 
-    def _check_vocabulary(self, token_ids: Sequence[int], name: str) -> None:
-        last = self._model.vocab_size - 1
-        for token_id in token_ids:
-            if not 0 <= token_id <= last:
-                raise InvalidArgument(name, f"token id {token_id} is not in 0 to {last}")
-
-    def _sampling(self, raw: RawRequest) -> SamplingParams:
-        """All but ``max_tokens``, which depends on the prompt's length."""
-        given, prefix = raw.sampling, raw.field_prefix
-        temperature = 1.0 if given.temperature is None else given.temperature
-        if not 0 <= temperature <= MAX_TEMPERATURE:  # also refuses NaN
-            raise InvalidArgument(
-                f"{prefix}temperature", f"{temperature:g} is not in 0 to {MAX_TEMPERATURE:g}"
-            )
-        top_p = 1.0 if given.top_p is None else given.top_p
-        if not 0 < top_p <= 1:
-            raise InvalidArgument(f"{prefix}top_p", f"{top_p:g} is not over 0 and at most 1")
-        if given.max_tokens is not None and given.max_tokens < 1:
-            raise InvalidArgument(
-                prefix + raw.max_tokens_field, f"{given.max_tokens} is less than 1"
-            )
-        self._check_stops(given, prefix)
-        return SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=_top_k(given.top_k, prefix),
-            seed=_seed(given.seed, prefix),
-            stop=tuple(given.stop),
-            stop_token_ids=tuple(given.stop_token_ids),
-            ignore_eos=given.ignore_eos,
-            skip_special_tokens=given.skip_special_tokens,
-        )
-
-    def _check_stops(self, given: RawSampling, prefix: str) -> None:
-        name = f"{prefix}stop"
-        if len(given.stop) > MAX_STOP_STRINGS:
-            raise InvalidArgument(
-                name, f"{len(given.stop)} stop strings, {MAX_STOP_STRINGS} are allowed"
-            )
-        for stop in given.stop:
-            if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
-                raise InvalidArgument(
-                    name,
-                    f"a stop string has {len(stop)} characters, not 1 to {MAX_STOP_CHARACTERS}",
-                )
-            try:
-                check_text(stop, name)
-            except InvalidRequest as error:
-                raise InvalidArgument(name, error.reason) from error
-        name = f"{prefix}stop_token_ids"
-        if len(given.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidArgument(
-                name, f"{len(given.stop_token_ids)} ids, {MAX_STOP_TOKEN_IDS} are allowed"
-            )
-        self._check_vocabulary(given.stop_token_ids, name)
-
 
 def _room(num_tokens: int, name: str, max_context: int) -> int:
     """How many tokens an answer to so long a prompt may have."""
@@ -247,22 +182,6 @@ def _room(num_tokens: int, name: str, max_context: int) -> int:
             code=TOO_LONG_CODE,
         )
     return max_context - num_tokens
-
-
-def _top_k(given: int | None, prefix: str) -> int:
-    top_k = given or 0
-    if not 0 <= top_k < 2**31:
-        raise InvalidArgument(f"{prefix}top_k", f"{top_k} is not 0 or a small positive number")
-    return top_k
-
-
-def _seed(given: int | None, prefix: str) -> int:
-    """Drawn where unset. Negative seeds, which some clients send, count from the other end."""
-    if given is None:
-        return secrets.randbelow(SEEDS)
-    if not -SEEDS // 2 <= given < SEEDS:
-        raise InvalidArgument(f"{prefix}seed", "must fit in 64 bits")
-    return given % SEEDS
 
 
 def _messages(chat: Chat, name: str) -> list[Mapping[str, str]]:

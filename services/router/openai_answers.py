@@ -9,6 +9,12 @@ from typing import Any
 
 from engine.request import Request
 from protos import inference_pb2 as public
+from services.router.openai_logprobs import (
+    Spell,
+    chat_logprobs,
+    completion_logprobs,
+    num_characters,
+)
 from services.router.serving import FINISH_REASON_NAMES, Answer
 from services.runtime.errors import InvalidArgument, NotFound, ServiceError
 
@@ -24,6 +30,13 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finished: public.Finished | None = None
+    logprobs: list[public.TokenLogprobs] = field(default_factory=list)
+    text_offset: int = 0
+    """Where the next streamed token begins, in characters."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.request.sampling.logprobs is not None
 
     def take(self, event: Answer) -> None:
         if isinstance(event, public.Finished):
@@ -31,6 +44,7 @@ class Choice:
         elif isinstance(event, public.Tokens):
             self.texts.append(event.text)
             self.token_ids.extend(event.token_ids)
+            self.logprobs.extend(event.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +57,7 @@ class Envelope:
     system_fingerprint: str | None
     return_token_ids: bool
     include_usage: bool
+    spell: Spell
 
     def wrap(self, kind: str, choices: list[Json]) -> Json:
         return {
@@ -78,6 +93,8 @@ class CompletionForm:
         for choice in choices:
             part: Json = {"index": choice.index, "text": "".join(choice.texts), "logprobs": None}
             part |= _ending(choice)
+            if choice.wants_logprobs:
+                part["logprobs"] = completion_logprobs(choice.logprobs, envelope.spell, 0)
             if envelope.return_token_ids:
                 part["prompt_token_ids"] = list(choice.request.prompt_token_ids)
                 part["token_ids"] = choice.token_ids
@@ -96,6 +113,10 @@ class CompletionForm:
 
     def chunk(self, envelope: Envelope, choice: Choice, tokens: public.Tokens) -> Json:
         part = self._part(choice, tokens.text)
+        if tokens.logprobs:
+            offset = choice.text_offset
+            choice.text_offset += num_characters(tokens.logprobs, envelope.spell)
+            part["logprobs"] = completion_logprobs(tokens.logprobs, envelope.spell, offset)
         if envelope.return_token_ids:
             part["token_ids"] = list(tokens.token_ids)
         return envelope.wrap("text_completion", [part])
@@ -121,6 +142,8 @@ class ChatForm:
             message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
             part: Json = {"index": choice.index, "message": message, "logprobs": None}
             part |= _ending(choice)
+            if choice.wants_logprobs:
+                part["logprobs"] = chat_logprobs(choice.logprobs, envelope.spell)
             if envelope.return_token_ids:
                 part["token_ids"] = choice.token_ids
             parts.append(part)
@@ -138,6 +161,8 @@ class ChatForm:
 
     def chunk(self, envelope: Envelope, choice: Choice, tokens: public.Tokens) -> Json:
         part = self._part(choice, {"content": tokens.text})
+        if tokens.logprobs:
+            part["logprobs"] = chat_logprobs(tokens.logprobs, envelope.spell)
         if envelope.return_token_ids:
             part["token_ids"] = list(tokens.token_ids)
         return self._wrap(envelope, part)

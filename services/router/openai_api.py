@@ -175,6 +175,7 @@ class OpenAiApi:
             system_fingerprint=f"kvrelay-{digest[:12]}" if digest else None,
             return_token_ids=bool(body.return_token_ids),
             include_usage=body.include_usage,
+            spell=self._model.tokenizer.token_bytes,
         )
 
     def _describe(self, name: str) -> Json:

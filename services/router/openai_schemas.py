@@ -16,13 +16,15 @@ from services.router.intake import (
     ChatTurn,
     Prompt,
     RawRequest,
-    RawSampling,
     check_number_of_messages,
 )
+from services.router.sampling import RawSampling, Spelling
 from services.runtime.errors import InvalidArgument
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 """OpenAI's own default for ``/v1/completions``."""
+_MOST_DIGITS = 10
+"""Of a token id."""
 MAX_PROMPTS = 64
 """Prompts in one completions request."""
 
@@ -54,8 +56,6 @@ def _text_only(value: Any) -> bool:
 REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "n": _one,
     "best_of": _one,
-    "logprobs": _unset,
-    "top_logprobs": _zero,
     "prompt_logprobs": lambda value: value is None,
     "echo": _unset,
     "suffix": _unset,
@@ -64,17 +64,9 @@ REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "modalities": _text_only,
     "audio": _unset,
     "web_search_options": lambda value: value is None,
-    "logit_bias": _unset,
-    "presence_penalty": _zero,
-    "frequency_penalty": _zero,
-    "repetition_penalty": _one,
     "length_penalty": _one,
-    "min_p": _zero,
-    "min_tokens": _zero,
     "use_beam_search": _unset,
-    "include_stop_str_in_output": _unset,
     "truncate_prompt_tokens": lambda value: value is None,
-    "cache_salt": _unset,
     "chat_template": _unset,
     "chat_template_kwargs": _unset,
     "continue_final_message": _unset,
@@ -116,6 +108,16 @@ class _Body(BaseModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: Listed[str] | None = None
+    cache_salt: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -132,7 +134,8 @@ class _Body(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options", "is only allowed when stream is true")
 
-    def sampling(self, max_tokens: int | None) -> RawSampling:
+    def sampling(self, max_tokens: int | None, logprobs: int | None) -> RawSampling:
+        """Raises: InvalidArgument: a key of ``logit_bias`` that is no token id."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return RawSampling(
             temperature=self.temperature,
@@ -144,6 +147,16 @@ class _Body(BaseModel):
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=bool(self.ignore_eos),
             skip_special_tokens=self.skip_special_tokens is not False,
+            min_p=self.min_p,
+            typical_p=self.typical_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias={_token_id(key): value for key, value in (self.logit_bias or {}).items()},
+            min_tokens=self.min_tokens,
+            include_stop=bool(self.include_stop_str_in_output),
+            bad_words=self.bad_words or (),
+            logprobs=logprobs,
         )
 
 
@@ -151,6 +164,7 @@ class CompletionBody(_Body):
     """``POST /v1/completions``."""
 
     prompt: str | Listed[int] | Listed[str] | Listed[Listed[int]]
+    logprobs: int | None = None
 
     def raw_requests(self) -> list[RawRequest]:
         """One request for each prompt.
@@ -161,15 +175,17 @@ class CompletionBody(_Body):
         prompts = _prompts(self.prompt)
         if len(prompts) > MAX_PROMPTS:
             raise InvalidArgument("prompt", f"{len(prompts)} prompts, {MAX_PROMPTS} are allowed")
-        sampling = self.sampling(self.max_tokens)
+        sampling = self.sampling(self.max_tokens, self.logprobs)
         return [
             RawRequest(
                 prompt=prompt,
                 prompt_field="prompt" if len(prompts) == 1 else f"prompt[{index}]",
+                spelling=Spelling(renamed=_RENAMED),
                 model=self.model or "",
                 sampling=sampling,
                 default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
                 priority=self.priority or 0,
+                salt=self.cache_salt or "",
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -212,6 +228,8 @@ class ChatBody(_Body):
 
     messages: Listed[Message]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
     def raw_requests(self) -> list[RawRequest]:
         """The one request.
@@ -222,13 +240,18 @@ class ChatBody(_Body):
         check_number_of_messages(len(self.messages), "messages")
         turns = tuple(each.turn(f"messages[{i}]") for i, each in enumerate(self.messages))
         newer = self.max_completion_tokens is not None
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidArgument("top_logprobs", "is only allowed when logprobs is true")
+        renamed = {"max_tokens": "max_completion_tokens"} if newer else {}
+        max_tokens = self.max_completion_tokens if newer else self.max_tokens
         raw = RawRequest(
             prompt=Chat(turns),
             prompt_field="messages",
-            max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+            spelling=Spelling(renamed={**_RENAMED, "logprobs": "top_logprobs", **renamed}),
             model=self.model or "",
-            sampling=self.sampling(self.max_completion_tokens if newer else self.max_tokens),
+            sampling=self.sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None),
             priority=self.priority or 0,
+            salt=self.cache_salt or "",
         )
         return [raw]
 
@@ -278,6 +301,15 @@ def _explained(error: pydantic.ValidationError) -> InvalidArgument:
 def _goes_deeper(step: str, loc: tuple[int | str, ...]) -> bool:
     """The error is about a part of a chat, not about all of it."""
     return step == "messages" and loc[-1] != "messages"
+
+
+_RENAMED = {"include_stop": "include_stop_str_in_output"}
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit()) or len(key) > _MOST_DIGITS:
+        raise InvalidArgument("logit_bias", f"{key[:50]!r} is not a token id")
+    return int(key)
 
 
 def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:

@@ -113,7 +113,7 @@ def _chunk(form: Form, envelope: Envelope, choice: Choice, event: Output) -> Jso
     if isinstance(event, public.Finished):
         choice.finished = event
         return form.closing(envelope, choice)
-    if not event.text and not envelope.return_token_ids:
+    if not (event.text or event.logprobs or envelope.return_token_ids):
         return None
     return form.chunk(envelope, choice, event)
 

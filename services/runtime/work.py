@@ -1,11 +1,14 @@
 """Requests between router and instances: the typed request to its message, and back.
 
+Also what an engine says of single tokens.
+
 The router has validated everything; nothing is checked again here.
 """
 
 from dataclasses import replace
 from typing import Any
 
+from engine.plan import TokenLogprobs
 from engine.request import BeamSearch, Guide, GuideKind, Request, SamplingParams
 from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
@@ -29,7 +32,7 @@ _SAME_NAME = (
     "best_of",
 )
 """Numbers and flags that are called the same on both sides and are always set."""
-_TUPLES = ("stop", "stop_token_ids", "bad_words")
+_TUPLES = ("stop", "stop_token_ids")
 _OPTIONAL = ("logprobs", "prompt_logprobs")
 
 
@@ -66,9 +69,29 @@ def work_request_message(request: Request) -> wire.WorkRequest:
     )
 
 
+def logprobs_message(record: TokenLogprobs) -> public.TokenLogprobs:
+    """What an engine says of one token, as clients and other instances hear it."""
+    return public.TokenLogprobs(
+        token=public.TokenLogprob(
+            token_id=record.token_id, logprob=record.logprob, rank=record.rank
+        ),
+        top=[
+            public.TokenLogprob(token_id=token_id, logprob=logprob, rank=rank)
+            for rank, (token_id, logprob) in enumerate(record.top, 1)
+        ],
+    )
+
+
+def parse_logprobs(message: public.TokenLogprobs) -> TokenLogprobs:
+    """The inverse of ``logprobs_message``."""
+    token = message.token
+    top = tuple((each.token_id, each.logprob) for each in message.top)
+    return TokenLogprobs(token.token_id, token.logprob, token.rank, top)
+
+
 def _sampling(message: public.SamplingParams) -> SamplingParams:
     beam = message.beam_search
-    values: dict[str, Any] = {name: getattr(message, name) for name in _SAME_NAME}
+    values: dict[str, Any] = {n: getattr(message, n) for n in _SAME_NAME if _says(message, n)}
     values |= {name: tuple(getattr(message, name)) for name in _TUPLES}
     values |= {n: getattr(message, n) if message.HasField(n) else None for n in _OPTIONAL}
     if message.HasField("beam_search"):
@@ -76,8 +99,15 @@ def _sampling(message: public.SamplingParams) -> SamplingParams:
     return SamplingParams(
         **values,
         logit_bias=tuple(sorted(message.logit_bias.items())),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_word_token_ids),
         guide=_guide(message.guided),
     )
+
+
+def _says(message: public.SamplingParams, name: str) -> bool:
+    """What an order leaves out stands for the engine's default, as it does for a client's."""
+    field = message.DESCRIPTOR.fields_by_name[name]
+    return not field.has_presence or bool(message.HasField(name))
 
 
 def _guide(message: public.GuidedDecoding) -> Guide | None:
@@ -97,6 +127,7 @@ def _sampling_message(sampling: SamplingParams) -> public.SamplingParams:
     message = public.SamplingParams(
         **{name: getattr(sampling, name) for name in (*_SAME_NAME, *_TUPLES)},
         logit_bias=dict(sampling.logit_bias),
+        bad_word_token_ids=[public.TokenIds(ids=word) for word in sampling.bad_words],
     )
     for name in _OPTIONAL:
         if (count := getattr(sampling, name)) is not None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -265,3 +266,48 @@ def test_extreme_but_finite_logits() -> None:
     logits = torch.tensor([3e38, -3e38, 0.0])
     for sampling in (GREEDY, SamplingParams(temperature=0.01), SamplingParams(top_p=0.5)):
         assert one(logits, sampling) == 0
+
+
+# ---- min_p and typical_p, against transformers -------------------------------------------------
+
+
+def kept_by(warpers: list[object], logits: torch.Tensor) -> set[int]:
+    scores = logits.view(1, -1).clone()
+    for warper in warpers:
+        scores = warper(torch.zeros(1, 0, dtype=torch.long), scores)  # type: ignore[operator]
+    return set(scores[0].isfinite().nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize("typical_p", [0.2, 0.7, 1.0])
+@pytest.mark.parametrize("more", [{}, {"top_k": 9}, {"top_p": 0.8}])
+def test_what_min_p_and_typical_p_keep(
+    seed: int, min_p: float, typical_p: float, more: dict[str, float]
+) -> None:
+    """Everything they keep is drawn sooner or later, and nothing else ever."""
+    logits = torch.randn(60, generator=torch.Generator().manual_seed(seed)) * 1.5
+    warpers: list[object] = []
+    if "top_k" in more:
+        warpers.append(transformers.TopKLogitsWarper(int(more["top_k"])))
+    if "top_p" in more:
+        warpers.append(transformers.TopPLogitsWarper(more["top_p"]))
+    if min_p:
+        warpers.append(transformers.MinPLogitsWarper(min_p))
+    if typical_p < 1:
+        warpers.append(transformers.TypicalLogitsWarper(typical_p))
+    expected = kept_by(warpers, logits)
+    sampling = SamplingParams(temperature=1.0, min_p=min_p, typical_p=typical_p, **more)  # type: ignore[arg-type]
+    drawn = draws(logits, sampling, 3000)
+    assert set(drawn) <= expected
+    shares = logits.softmax(-1)
+    likely = {t for t in expected if shares[t] > 0.01}
+    assert likely <= set(drawn)
+
+
+@pytest.mark.parametrize("width", [60, 300, 5000])
+def test_flat_distributions_lose_nobody_to_a_narrow_look(width: int) -> None:
+    """More candidates are kept than the sampler first looks at."""
+    logits = torch.zeros(width)
+    drawn = draws(logits, SamplingParams(temperature=1.0, min_p=0.9), 4 * width)
+    assert len(drawn) > 0.9 * width

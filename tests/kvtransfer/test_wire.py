@@ -40,7 +40,7 @@ from protos import kv_transfer_pb2 as pb
 from tests.kvtransfer.fakes import LAYOUT, FakeMemory
 
 ID = bytes(range(16))
-FIRST = First(ID, 7, 42, 3)
+FIRST = First(ID, 7, 42, 3, b"more")
 FRAMES: list[Frame] = [
     Offer(ID, "r1", 33, (b"a" * 32, b"b" * 32)),
     Grant(ID, 16),

@@ -1,0 +1,57 @@
+"""From the logits of a step to its tokens: adjust, draw, and say how probable they were.
+
+Knows rows and their histories, not models. Called by the runner.
+"""
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from engine.adjust import History, adjust, asks
+from engine.logprobs import logprobs_of
+from engine.plan import ScheduledSequence, StepResult
+from engine.sampler import sample
+
+NOT_FINITE = "the model's logits are not finite for this sequence"
+
+
+def choose_tokens(
+    logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Collection[int]
+) -> StepResult:
+    """A token for every row.
+
+    Args:
+        logits: float32 ``[rows, vocab_size]``; not changed.
+        rows: those that sample, in that order.
+    """
+    sampling = [row.sampling for row in rows]
+    adjusted = _adjusted(logits, rows, eos_token_ids)
+    tokens = sample(adjusted, sampling, [row.end for row in rows])
+    told = [r for r, t in enumerate(tokens) if t is not None and sampling[r].logprobs is not None]
+    records = logprobs_of(
+        logits[told] if told else logits[:0],
+        [token for r in told if (token := tokens[r]) is not None],
+        [count for r in told if (count := sampling[r].logprobs) is not None],
+    )
+    return StepResult(
+        {row.request_id: t for row, t in zip(rows, tokens, strict=True) if t is not None},
+        {row.request_id: NOT_FINITE for row, t in zip(rows, tokens, strict=True) if t is None},
+        {rows[r].request_id: record for r, record in zip(told, records, strict=True)},
+    )
+
+
+def _adjusted(
+    logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Collection[int]
+) -> Tensor:
+    asking = [r for r, row in enumerate(rows) if asks(row.sampling, len(row.output_token_ids))]
+    if not asking:
+        return logits
+    changed = logits[asking]
+    histories = [
+        History(rows[r].sampling, rows[r].prompt_token_ids, rows[r].output_token_ids)
+        for r in asking
+    ]
+    adjust(changed.numpy(), histories, eos_token_ids)
+    adjusted = logits.clone()
+    adjusted[asking] = changed
+    return adjusted
