@@ -7,6 +7,8 @@ what the bytes mean.
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 
 class KvMemory(Protocol):
     """Regions of one instance's KV cache."""
@@ -25,3 +27,8 @@ def regions(memory: KvMemory, layer: int, block_ids: Sequence[int]) -> list[memo
             views.append(memory.region(layer, block_ids[start], index - start).cast("B"))
             start = index
     return views
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy bytes of equal length; other threads run meanwhile."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

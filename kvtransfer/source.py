@@ -160,7 +160,8 @@ class SourceHandoff:
             views = regions(memory, span.layer, block_ids)
             if peer.link is None:
                 raise LinkLost("the connection is closed")
-            await peer.link.send_data(encode_data(self.handoff_id, span, views), read_ended)
+            frame = encode_data(self.handoff_id, span, views, peer.link.is_bare)
+            await peer.link.send_data(frame, read_ended)
         except LinkLost as error:
             self._source.lose_peer(peer, str(error))
         except Exception:

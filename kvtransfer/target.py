@@ -23,7 +23,7 @@ from kvtransfer.handoff.table import HandoffState
 from kvtransfer.handoff.target import Action, TargetMachine
 from kvtransfer.handshake import Identity, hear_hello
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import KvMemory, regions
+from kvtransfer.memory import KvMemory, copy_bytes, regions
 from kvtransfer.stats import EndpointStats
 from kvtransfer.sweep import sweep
 from kvtransfer.transports.interface import ControlStream
@@ -223,7 +223,9 @@ class KvTarget:
             self._lose(session, "the connection ended")
             session.ended.set()
 
-    async def serve_data(self, source_instance_id: str, messages: AsyncIterator[bytes]) -> None:
+    async def serve_data(
+        self, source_instance_id: str, messages: AsyncIterator[bytes | memoryview]
+    ) -> None:
         """A source's data stream; lives and dies with its control stream.
 
         Raises:
@@ -257,7 +259,7 @@ class KvTarget:
         self._sessions_by_key[key] = session
         return session
 
-    def _land(self, session: _Session, message: bytes) -> None:
+    def _land(self, session: _Session, message: bytes | memoryview) -> None:
         """Put one data frame where it was granted.
 
         Raises:
@@ -277,7 +279,7 @@ class KvTarget:
         try:
             offset = 0
             for view in regions(self._memory, span.layer, block_ids):
-                view[:] = frame.payload[offset : offset + view.nbytes]
+                copy_bytes(view, frame.payload[offset : offset + view.nbytes])
                 offset += view.nbytes
             self._num_bytes += offset
         except Exception:

@@ -1,7 +1,8 @@
 """What travels: data frames with checksums, and control frames as protobuf.
 
 A data frame is a 44-byte header and the regions of some logical blocks of one layer, one after
-the other. Everything that comes in is checked here once; nothing behind this file re-checks form.
+the other. Its checksum covers the header, and the payload where a network may damage it.
+Everything that comes in is checked here once; nothing behind this file re-checks form.
 """
 
 import struct
@@ -33,7 +34,8 @@ MAX_PAYLOAD_BYTES = 1 << 20
 """A frame carries at most this much, unless a single region is larger."""
 
 _MAGIC = b"KVfr"
-_HEADER = struct.Struct(f"<4sHxx{HANDOFF_ID_BYTES}sIIII")
+_HEADER = struct.Struct(f"<4sHH{HANDOFF_ID_BYTES}sIIII")
+_FLAG_BARE = 1  # the checksum leaves the payload out: it never left this host's memory
 _CRC32 = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CRC32.size
 
@@ -55,20 +57,25 @@ def max_blocks_per_frame(layout: KvLayout) -> int:
 
 
 def encode_data(
-    handoff_id: bytes, span: Span, views: Sequence[memoryview]
+    handoff_id: bytes, span: Span, views: Sequence[memoryview], is_bare: bool = False
 ) -> list[bytes | memoryview]:
-    """Header and payload, without copying the payload."""
+    """Header and payload, without copying the payload.
+
+    Args:
+        is_bare: leave the payload out of the checksum.
+    """
     num_bytes = sum(view.nbytes for view in views)
-    header = _HEADER.pack(
-        _MAGIC, WIRE_VERSION, handoff_id, span.layer, span.first_block, span.num_blocks, num_bytes
-    )
+    flags = _FLAG_BARE if is_bare else 0
+    where = (span.layer, span.first_block, span.num_blocks)
+    header = _HEADER.pack(_MAGIC, WIRE_VERSION, flags, handoff_id, *where, num_bytes)
     crc32 = zlib.crc32(header)
-    for view in views:
-        crc32 = zlib.crc32(view, crc32)
+    if not is_bare:
+        for view in views:
+            crc32 = zlib.crc32(view, crc32)
     return [header + _CRC32.pack(crc32), *views]
 
 
-def decode_data(message: bytes) -> DataFrame:
+def decode_data(message: bytes | memoryview) -> DataFrame:
     """Split a data frame; the payload is a view into ``message``.
 
     Raises:
@@ -76,10 +83,10 @@ def decode_data(message: bytes) -> DataFrame:
     """
     if len(message) < HEADER_BYTES:
         raise BadFrame(f"data frame of {len(message)} bytes is shorter than its header")
-    magic, version, handoff_id, layer, first_block, num_blocks, num_bytes = _HEADER.unpack_from(
-        message
+    magic, version, flags, handoff_id, layer, first_block, num_blocks, num_bytes = (
+        _HEADER.unpack_from(message)
     )
-    if magic != _MAGIC or version != WIRE_VERSION:
+    if magic != _MAGIC or version != WIRE_VERSION or flags & ~_FLAG_BARE:
         raise BadFrame(f"not a data frame of wire version {WIRE_VERSION}")
     if num_bytes != len(message) - HEADER_BYTES:
         raise BadFrame(
@@ -87,7 +94,9 @@ def decode_data(message: bytes) -> DataFrame:
         )
     view = memoryview(message)
     payload = view[HEADER_BYTES:]
-    crc32 = zlib.crc32(payload, zlib.crc32(view[: _HEADER.size]))
+    crc32 = zlib.crc32(view[: _HEADER.size])
+    if not flags & _FLAG_BARE:
+        crc32 = zlib.crc32(payload, crc32)
     is_intact = _CRC32.unpack_from(message, _HEADER.size)[0] == crc32
     return DataFrame(handoff_id, Span(layer, first_block, num_blocks), payload, is_intact)
 

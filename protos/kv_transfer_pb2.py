@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/kv_transfer.proto\x12\nkvrelay.v1\"\xad\x03\n\x0c\x43ontrolFrame\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.HelloH\x00\x12\"\n\x05offer\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.OfferH\x00\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x11.kvrelay.v1.GrantH\x00\x12 \n\x04wait\x18\x04 \x01(\x0b\x32\x10.kvrelay.v1.WaitH\x00\x12$\n\x06refuse\x18\x05 \x01(\x0b\x32\x12.kvrelay.v1.RefuseH\x00\x12\"\n\x05\x66irst\x18\x06 \x01(\x0b\x32\x11.kvrelay.v1.FirstH\x00\x12 \n\x04sent\x18\x07 \x01(\x0b\x32\x10.kvrelay.v1.SentH\x00\x12$\n\x06landed\x18\x08 \x01(\x0b\x32\x12.kvrelay.v1.LandedH\x00\x12$\n\x06\x63\x61ncel\x18\t \x01(\x0b\x32\x12.kvrelay.v1.CancelH\x00\x12*\n\tcancelled\x18\n \x01(\x0b\x32\x15.kvrelay.v1.CancelledH\x00\x12\"\n\x05renew\x18\x0b \x01(\x0b\x32\x11.kvrelay.v1.RenewH\x00\x42\x07\n\x05\x66rame\"\x94\x01\n\x05Hello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x1a\n\x12source_instance_id\x18\x02 \x01(\t\x12\x1a\n\x12target_instance_id\x18\x03 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\t\x12\'\n\tkv_layout\x18\x05 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\"x\n\x08KvLayout\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05order\x18\x06 \x01(\t\"Y\n\x05Offer\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c\"4\n\x05Grant\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x17\n\x0fnum_held_tokens\x18\x02 \x01(\r\"\x1a\n\x04Wait\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\",\n\x06Refuse\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x0e\n\x06reason\x18\x02 \x01(\t\"k\n\x05\x46irst\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\x0c\"c\n\x04Sent\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x12\n\nnum_frames\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12 \n\x05\x66irst\x18\x04 \x01(\x0b\x32\x11.kvrelay.v1.First\"\x1c\n\x06Landed\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\",\n\x06\x43\x61ncel\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1f\n\tCancelled\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\"\x1c\n\x05Renew\x12\x13\n\x0bhandoff_ids\x18\x01 \x03(\x0c\x32O\n\nKvTransfer\x12\x41\n\x07\x43ontrol\x12\x18.kvrelay.v1.ControlFrame\x1a\x18.kvrelay.v1.ControlFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/kv_transfer.proto\x12\nkvrelay.v1\"\xad\x03\n\x0c\x43ontrolFrame\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.HelloH\x00\x12\"\n\x05offer\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.OfferH\x00\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x11.kvrelay.v1.GrantH\x00\x12 \n\x04wait\x18\x04 \x01(\x0b\x32\x10.kvrelay.v1.WaitH\x00\x12$\n\x06refuse\x18\x05 \x01(\x0b\x32\x12.kvrelay.v1.RefuseH\x00\x12\"\n\x05\x66irst\x18\x06 \x01(\x0b\x32\x11.kvrelay.v1.FirstH\x00\x12 \n\x04sent\x18\x07 \x01(\x0b\x32\x10.kvrelay.v1.SentH\x00\x12$\n\x06landed\x18\x08 \x01(\x0b\x32\x12.kvrelay.v1.LandedH\x00\x12$\n\x06\x63\x61ncel\x18\t \x01(\x0b\x32\x12.kvrelay.v1.CancelH\x00\x12*\n\tcancelled\x18\n \x01(\x0b\x32\x15.kvrelay.v1.CancelledH\x00\x12\"\n\x05renew\x18\x0b \x01(\x0b\x32\x11.kvrelay.v1.RenewH\x00\x42\x07\n\x05\x66rame\"\xf2\x01\n\x05Hello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x1a\n\x12source_instance_id\x18\x02 \x01(\t\x12\x1a\n\x12target_instance_id\x18\x03 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\t\x12\'\n\tkv_layout\x18\x05 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\x12/\n\rshared_memory\x18\x06 \x01(\x0b\x32\x18.kvrelay.v1.SharedMemory\x12\x11\n\ttransport\x18\x07 \x01(\t\x12\x18\n\x10transport_reason\x18\x08 \x01(\t\"I\n\x0cSharedMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\r\n\x05token\x18\x04 \x01(\x0c\"x\n\x08KvLayout\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05order\x18\x06 \x01(\t\"Y\n\x05Offer\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c\"4\n\x05Grant\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x17\n\x0fnum_held_tokens\x18\x02 \x01(\r\"\x1a\n\x04Wait\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\",\n\x06Refuse\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x0e\n\x06reason\x18\x02 \x01(\t\"k\n\x05\x46irst\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\x0c\"c\n\x04Sent\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x12\n\nnum_frames\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12 \n\x05\x66irst\x18\x04 \x01(\x0b\x32\x11.kvrelay.v1.First\"\x1c\n\x06Landed\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\",\n\x06\x43\x61ncel\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1f\n\tCancelled\x12\x12\n\nhandoff_id\x18\x01 \x01(\x0c\"\x1c\n\x05Renew\x12\x13\n\x0bhandoff_ids\x18\x01 \x03(\x0c\x32O\n\nKvTransfer\x12\x41\n\x07\x43ontrol\x12\x18.kvrelay.v1.ControlFrame\x1a\x18.kvrelay.v1.ControlFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTROLFRAME']._serialized_start=41
   _globals['_CONTROLFRAME']._serialized_end=470
   _globals['_HELLO']._serialized_start=473
-  _globals['_HELLO']._serialized_end=621
-  _globals['_KVLAYOUT']._serialized_start=623
-  _globals['_KVLAYOUT']._serialized_end=743
-  _globals['_OFFER']._serialized_start=745
-  _globals['_OFFER']._serialized_end=834
-  _globals['_GRANT']._serialized_start=836
-  _globals['_GRANT']._serialized_end=888
-  _globals['_WAIT']._serialized_start=890
-  _globals['_WAIT']._serialized_end=916
-  _globals['_REFUSE']._serialized_start=918
-  _globals['_REFUSE']._serialized_end=962
-  _globals['_FIRST']._serialized_start=964
-  _globals['_FIRST']._serialized_end=1071
-  _globals['_SENT']._serialized_start=1073
-  _globals['_SENT']._serialized_end=1172
-  _globals['_LANDED']._serialized_start=1174
-  _globals['_LANDED']._serialized_end=1202
-  _globals['_CANCEL']._serialized_start=1204
-  _globals['_CANCEL']._serialized_end=1248
-  _globals['_CANCELLED']._serialized_start=1250
-  _globals['_CANCELLED']._serialized_end=1281
-  _globals['_RENEW']._serialized_start=1283
-  _globals['_RENEW']._serialized_end=1311
-  _globals['_KVTRANSFER']._serialized_start=1313
-  _globals['_KVTRANSFER']._serialized_end=1392
+  _globals['_HELLO']._serialized_end=715
+  _globals['_SHAREDMEMORY']._serialized_start=717
+  _globals['_SHAREDMEMORY']._serialized_end=790
+  _globals['_KVLAYOUT']._serialized_start=792
+  _globals['_KVLAYOUT']._serialized_end=912
+  _globals['_OFFER']._serialized_start=914
+  _globals['_OFFER']._serialized_end=1003
+  _globals['_GRANT']._serialized_start=1005
+  _globals['_GRANT']._serialized_end=1057
+  _globals['_WAIT']._serialized_start=1059
+  _globals['_WAIT']._serialized_end=1085
+  _globals['_REFUSE']._serialized_start=1087
+  _globals['_REFUSE']._serialized_end=1131
+  _globals['_FIRST']._serialized_start=1133
+  _globals['_FIRST']._serialized_end=1240
+  _globals['_SENT']._serialized_start=1242
+  _globals['_SENT']._serialized_end=1341
+  _globals['_LANDED']._serialized_start=1343
+  _globals['_LANDED']._serialized_end=1371
+  _globals['_CANCEL']._serialized_start=1373
+  _globals['_CANCEL']._serialized_end=1417
+  _globals['_CANCELLED']._serialized_start=1419
+  _globals['_CANCELLED']._serialized_end=1450
+  _globals['_RENEW']._serialized_start=1452
+  _globals['_RENEW']._serialized_end=1480
+  _globals['_KVTRANSFER']._serialized_start=1482
+  _globals['_KVTRANSFER']._serialized_end=1561
 # @@protoc_insertion_point(module_scope)

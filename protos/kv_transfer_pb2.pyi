@@ -33,18 +33,36 @@ class ControlFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., wait: _Optional[_Union[Wait, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., first: _Optional[_Union[First, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., cancelled: _Optional[_Union[Cancelled, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("wire_version", "source_instance_id", "target_instance_id", "model_digest", "kv_layout")
+    __slots__ = ("wire_version", "source_instance_id", "target_instance_id", "model_digest", "kv_layout", "shared_memory", "transport", "transport_reason")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_REASON_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     source_instance_id: str
     target_instance_id: str
     model_digest: str
     kv_layout: KvLayout
-    def __init__(self, wire_version: _Optional[int] = ..., source_instance_id: _Optional[str] = ..., target_instance_id: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_layout: _Optional[_Union[KvLayout, _Mapping]] = ...) -> None: ...
+    shared_memory: SharedMemory
+    transport: str
+    transport_reason: str
+    def __init__(self, wire_version: _Optional[int] = ..., source_instance_id: _Optional[str] = ..., target_instance_id: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_layout: _Optional[_Union[KvLayout, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., transport: _Optional[str] = ..., transport_reason: _Optional[str] = ...) -> None: ...
+
+class SharedMemory(_message.Message):
+    __slots__ = ("pid", "fd", "num_bytes", "token")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    fd: int
+    num_bytes: int
+    token: bytes
+    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., num_bytes: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class KvLayout(_message.Message):
     __slots__ = ("dtype", "num_layers", "num_kv_heads", "head_dim", "block_size", "order")

@@ -45,7 +45,7 @@ class KvTransferServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Control(self, request_iterator, context):
-        """rpc Data(stream bytes) returns (bytes): registered with raw serializers.
+        """rpc Data(stream bytes) returns (stream bytes): registered with raw serializers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -28,6 +28,11 @@ class Link(ControlStream, Protocol):
     When either stream breaks, both do: ``receive`` and ``send_data`` raise LinkLost.
     """
 
+    @property
+    def is_bare(self) -> bool:
+        """Bytes stay in this host's memory: nothing on the way can damage them."""
+        ...
+
     async def send_data(
         self, buffers: Sequence[bytes | memoryview], on_read: Callable[[], None]
     ) -> None:
@@ -59,6 +64,10 @@ class KvEndpoint(Protocol):
         """Runs until the stream ends."""
         ...
 
-    async def serve_data(self, source_instance_id: str, messages: AsyncIterator[bytes]) -> None:
-        """Runs until the stream ends. Raises BadFrame or LinkLost to break it."""
+    async def serve_data(
+        self, source_instance_id: str, messages: AsyncIterator[bytes | memoryview]
+    ) -> None:
+        """Runs until the stream ends. A message is not looked at after the next is asked for.
+
+        Raises BadFrame or LinkLost to break it."""
         ...

@@ -73,6 +73,8 @@ class _Pipe(Generic[T]):
 class LoopbackLink:
     """Both ends of one pair."""
 
+    is_bare = False
+
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
         self._to_target: _Pipe[pb.ControlFrame] = _Pipe()

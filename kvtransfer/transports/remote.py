@@ -1,18 +1,27 @@
 """The transport for any network: gRPC, with KV bytes as raw messages on a channel of their own.
 
+Between processes of one host a data message may be the name of a slot in shared memory instead of
+the frame itself (``shared_memory``); Hellos that pass through settle that (``negotiation``).
+Control frames always travel here.
+
 Knows streams and metadata. The cluster token is put into the metadata by whoever makes the
 connector, and checked by an interceptor of the server. The services call ``RemoteConnector`` on
 the source's side and ``add_kv_transfer_to_server`` on the target's.
 """
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
 
 from kvtransfer.errors import BadFrame, LinkLost
+from kvtransfer.handoff.frames import Refuse
 from kvtransfer.transports.interface import KvEndpoint
+from kvtransfer.transports.negotiation import make_ring, map_ring, settle
+from kvtransfer.transports.shared_memory import Ring, RingReader
+from kvtransfer.wire import frame_to_proto
 from protos import kv_transfer_pb2 as pb
 
 SERVICE = "kvrelay.v1.KvTransfer"
@@ -43,6 +52,9 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 
+
+_ACK = struct.Struct("<I")
+"""On the way back of a data stream: how many more slots were copied."""
 
 _BROKEN = (
     grpc.RpcError,
@@ -77,14 +89,17 @@ class RemoteConnector:
     Args:
         metadata: goes with every stream; the cluster token belongs here.
         credentials: TLS; None is plain text.
+        transport: one of ``negotiation.TRANSPORTS``.
     """
 
     def __init__(
         self,
         metadata: Sequence[tuple[str, str]] = (),
         credentials: grpc.ChannelCredentials | None = None,
+        transport: str = "auto",
     ) -> None:
         self._metadata = tuple(metadata)
+        self._transport = transport
         self._credentials = credentials
 
     async def __call__(
@@ -92,7 +107,9 @@ class RemoteConnector:
     ) -> "RemoteLink":
         """A link whose control stream is dialled; the data stream is, when it is first used."""
         ids = ((SOURCE_KEY, source_instance_id), (TARGET_KEY, target_instance_id))
-        return RemoteLink(self._channel(address), self._channel(address), (*self._metadata, *ids))
+        ring = make_ring(self._transport)
+        channels = self._channel(address), self._channel(address)
+        return RemoteLink(address, channels, (*self._metadata, *ids), ring, self._transport)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if self._credentials is None:
@@ -101,18 +118,23 @@ class RemoteConnector:
 
 
 class RemoteLink:
-    """The source's end of one pair: two channels, one stream on each."""
+    """The source's end of one pair: two channels, one stream on each, perhaps a ring beside."""
 
     def __init__(
         self,
-        control_channel: grpc.aio.Channel,
-        data_channel: grpc.aio.Channel,
+        address: str,
+        channels: tuple[grpc.aio.Channel, grpc.aio.Channel],
         metadata: tuple[tuple[str, str], ...],
+        ring: Ring | None,
+        transport: str,
     ) -> None:
-        self._control_channel = control_channel
-        self._data_channel = data_channel
+        self._address = address
+        self._control_channel, self._data_channel = channels
         self._metadata = metadata
-        self._control: Any = control_channel.stream_stream(
+        self._offered = ring
+        self._ring: Ring | None = None  # the offered one, once the target has mapped it
+        self._transport = transport
+        self._control: Any = self._control_channel.stream_stream(
             f"/{SERVICE}/Control",
             request_serializer=pb.ControlFrame.SerializeToString,
             response_deserializer=pb.ControlFrame.FromString,
@@ -120,40 +142,93 @@ class RemoteLink:
         self._data: Any = None
         self._data_watcher: asyncio.Task[None] | None = None
         self._data_error = ""
+        self._acknowledged = asyncio.Event()
+
+    @property
+    def is_bare(self) -> bool:
+        return self._ring is not None
+
+    @property
+    def transport(self) -> str:
+        """What the Hellos settled: grpc or shared_memory."""
+        return "grpc" if self._ring is None else "shared_memory"
 
     async def send(self, frame: pb.ControlFrame) -> None:
-        """Put one frame on the control stream."""
+        """Put one frame on the control stream; a Hello takes our offer along."""
+        if self._offered is not None and frame.HasField("hello"):
+            offer = pb.ControlFrame()
+            offer.CopyFrom(frame)
+            offer.hello.shared_memory.CopyFrom(self._offered.describe())
+            frame = offer
         await _or_lost(self._control.write(frame), self._why)
 
     async def receive(self) -> pb.ControlFrame | None:
         """The target's next frame."""
         frame = await _or_lost(self._control.read(), self._why)
-        return None if frame is grpc.aio.EOF else frame
+        if frame is grpc.aio.EOF:
+            return None
+        if frame.HasField("hello") and settle(self._transport, self._address, frame.hello):
+            self._ring = self._offered
+        return frame  # type: ignore[no-any-return]
 
     async def send_data(
         self, buffers: Sequence[bytes | memoryview], on_read: Callable[[], None]
     ) -> None:
-        """Put one message on the data stream; it is copied before anything is awaited."""
-        message = b"".join(buffers)
-        on_read()
+        """Put one message on the data stream, or in the ring and its slot on the stream."""
+        if self._data_error:
+            raise LinkLost(self._data_error)
         if self._data is None:
-            method = self._data_channel.stream_unary(f"/{SERVICE}/Data")
+            method = self._data_channel.stream_stream(f"/{SERVICE}/Data")
             self._data = method(metadata=self._metadata)
             self._data_watcher = asyncio.create_task(self._watch_data())
+        message = await self._into_ring(buffers)
+        if message is None:
+            message = b"".join(buffers)
+        on_read()
         await _or_lost(self._data.write(message), self._why)
 
     async def close(self) -> None:
-        """Hang up both channels."""
+        """Hang up both channels; whoever waits for room learns it."""
+        self._data_error = self._data_error or "the connection was closed"
+        self._acknowledged.set()
         if self._data_watcher is not None:
             self._data_watcher.cancel()
             self._data.cancel()
         self._control.cancel()
         await self._data_channel.close()
         await self._control_channel.close()
+        if self._offered is not None:
+            self._offered.close()
+
+    async def _into_ring(self, buffers: Sequence[bytes | memoryview]) -> bytes | None:
+        """The slot a message lies in, once there is room; None: it must travel itself."""
+        ring = self._ring
+        if ring is None or sum(map(len, buffers)) > ring.max_message_bytes:
+            return None
+        while (slot := ring.put(buffers)) is None:
+            self._acknowledged.clear()
+            await self._acknowledged.wait()
+            if self._data_error:
+                raise LinkLost(self._data_error)
+        return slot
 
     async def _watch_data(self) -> None:
-        """The target never ends a data stream before we do: when one ends, so does the link."""
-        self._data_error = f"the data stream broke: {await _status(self._data)}"
+        """Hear acknowledgements. The target never ends a data stream before we do: when one
+        ends, so does the link."""
+        reason = ""
+        try:
+            while (message := await self._data.read()) is not grpc.aio.EOF:
+                if self._ring is None or len(message) != _ACK.size:
+                    raise BadFrame("the target acknowledges what is no slot")
+                self._ring.free(*_ACK.unpack(message))
+                self._acknowledged.set()
+        except BadFrame as error:
+            reason = str(error)
+            self._data.cancel()
+        except _BROKEN:
+            pass  # the status says more
+        self._data_error = f"the data stream broke: {reason or await _status(self._data)}"
+        self._acknowledged.set()
         self._control.cancel()
 
     async def _why(self) -> str:
@@ -168,45 +243,106 @@ async def _status(call: Any) -> str:
 
 
 class _ServedControl:
-    """The target's end of a control stream."""
+    """The target's end of a control stream; maps what the source's Hello offers."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, transport: str, controls: "dict[str, _ServedControl]") -> None:
         self._context = context
+        self._transport = transport
+        self._controls = controls
+        self.source_id = ""
+        self.ring: RingReader | None = None
+        self._reason = ""
 
     async def send(self, frame: pb.ControlFrame) -> None:
+        if frame.HasField("hello"):
+            answer = pb.ControlFrame()
+            answer.CopyFrom(frame)
+            answer.hello.transport = "grpc" if self.ring is None else "shared_memory"
+            answer.hello.transport_reason = self._reason
+            frame = answer
+            self._controls[self.source_id] = self
         await _or_lost(self._context.write(frame), _gone)
 
     async def receive(self) -> pb.ControlFrame | None:
         frame = await _or_lost(self._context.read(), _gone)
-        return None if frame is grpc.aio.EOF else frame
+        if frame is grpc.aio.EOF:
+            return None
+        if frame.HasField("hello"):
+            self.source_id = frame.hello.source_instance_id
+            try:
+                self.ring, self._reason = map_ring(self._transport, frame.hello)
+            except LinkLost as error:
+                await self.send(frame_to_proto(Refuse(b"", str(error))))
+                raise
+        return frame  # type: ignore[no-any-return]
 
 
 async def _gone() -> str:
     return "the source is gone"
 
 
-def add_kv_transfer_to_server(target: KvEndpoint, server: grpc.aio.Server) -> None:
-    """Mount a target on a server made with ``SERVER_OPTIONS``."""
+class _Mount:
+    """One target on one server: its connections, and the memory each of them may use."""
 
-    async def control(_: AsyncIterator[pb.ControlFrame], context: Any) -> None:
-        await target.serve_control(_ServedControl(context))
+    def __init__(self, target: KvEndpoint, transport: str) -> None:
+        self._target = target
+        self._transport = transport
+        self._controls: dict[str, _ServedControl] = {}
 
-    async def data(messages: AsyncIterator[bytes], context: Any) -> bytes:
-        metadata = dict(context.invocation_metadata())
+    async def control(self, _: AsyncIterator[pb.ControlFrame], context: Any) -> None:
+        stream = _ServedControl(context, self._transport, self._controls)
         try:
-            await target.serve_data(str(metadata.get(SOURCE_KEY, "")), messages)
+            await self._target.serve_control(stream)
+        finally:
+            if self._controls.get(stream.source_id) is stream:
+                del self._controls[stream.source_id]
+
+    async def data(self, messages: AsyncIterator[bytes], context: Any) -> None:
+        source_id = str(dict(context.invocation_metadata()).get(SOURCE_KEY, ""))
+        control = self._controls.get(source_id)
+        ring = control.ring if control is not None else None
+        try:
+            whole = messages if ring is None else _slots(messages, ring, context)
+            await self._target.serve_data(source_id, whole)
         except BadFrame as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except LinkLost as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return b""
 
+
+async def _slots(
+    messages: AsyncIterator[bytes], ring: RingReader, context: Any
+) -> AsyncIterator[bytes | memoryview]:
+    """Messages, wherever they lie; a slot is acknowledged when the next message is asked for,
+    several at once while they are few bytes."""
+    num_slots, num_bytes = 0, 0
+    async for message in messages:
+        if not ring.is_slot(message):
+            yield message
+            continue
+        found = ring.message(message)
+        yield found
+        num_slots, num_bytes = num_slots + 1, num_bytes + len(found)
+        if num_bytes >= ring.num_bytes // 8:
+            await _or_lost(context.write(_ACK.pack(num_slots)), _gone)
+            num_slots, num_bytes = 0, 0
+
+
+def add_kv_transfer_to_server(
+    target: KvEndpoint, server: grpc.aio.Server, transport: str = "auto"
+) -> None:
+    """Mount a target on a server made with ``SERVER_OPTIONS``.
+
+    Args:
+        transport: one of ``negotiation.TRANSPORTS``.
+    """
+    mount = _Mount(target, transport)
     handlers = {
         "Control": grpc.stream_stream_rpc_method_handler(
-            control,
+            mount.control,
             request_deserializer=pb.ControlFrame.FromString,
             response_serializer=pb.ControlFrame.SerializeToString,
         ),
-        "Data": grpc.stream_unary_rpc_method_handler(data),
+        "Data": grpc.stream_stream_rpc_method_handler(mount.data),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

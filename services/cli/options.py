@@ -70,7 +70,9 @@ MaxConsecutivePrefillSteps = Annotated[
     int, field_option(EngineConfig, "max_consecutive_prefill_steps", metavar="N")
 ]
 MaxContext = Annotated[int, field_option(EngineConfig, "max_context", metavar="TOKENS")]
-Transport = Annotated[str, field_option(WorkerConfig, "transport", metavar="auto|grpc")]
+Transport = Annotated[
+    str, field_option(WorkerConfig, "transport", metavar="auto|grpc|shared_memory")
+]
 
 Address = Annotated[
     str,

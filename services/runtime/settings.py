@@ -101,7 +101,7 @@ class WorkerConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     """The engine's configuration."""
     transport: str = "auto"
-    """How KV bytes move: auto or grpc."""
+    """How KV bytes move: auto (shared memory on one host, else gRPC), grpc or shared_memory."""
     insecure: bool = False
     """Allow addresses that other machines can reach, without encryption."""
     drain_timeout_s: float = 30.0
@@ -113,7 +113,7 @@ class WorkerConfig:
         _check_address("router", self.router)
         _check_port("port", self.port)
         _check_port("metrics_port", self.metrics_port)
-        _check_choice("transport", self.transport, ("auto", "grpc"))
+        _check_choice("transport", self.transport, ("auto", "grpc", "shared_memory"))
         _check_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         check_bind(self.host, self.insecure)
         validate_engine(self.engine)

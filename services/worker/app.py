@@ -128,7 +128,7 @@ class Worker(Component):
         port = EnginePort(loop, observer.stepped)
         engine = build_engine(loaded, config.engine, port)
         services = RoleServices(
-            config.role, self.instance_id, loaded, engine, port, metrics, self._token
+            config, self.instance_id, loaded, engine, port, metrics, self._token
         )
         insecure = config.insecure
         metrics_server = MetricsServer(

@@ -22,7 +22,7 @@ from services.runtime.errors import Internal
 from services.runtime.lifecycle import Component
 from services.runtime.metrics import WorkerMetrics
 from services.runtime.server import token_metadata
-from services.runtime.settings import Role
+from services.runtime.settings import Role, WorkerConfig
 from services.worker.build import LoadedModel
 
 SNAPSHOT_S = 0.25
@@ -93,7 +93,7 @@ class RoleServices(Component):
 
     def __init__(
         self,
-        role: Role,
+        config: WorkerConfig,
         instance_id: str,
         loaded: LoadedModel,
         engine: Engine,
@@ -101,8 +101,9 @@ class RoleServices(Component):
         metrics: WorkerMetrics,
         token: str,
     ) -> None:
-        runner = loaded.runner
+        runner, role = loaded.runner, config.role
         metadata = token_metadata(token)
+        self._transport = config.transport
         self._health = health.aio.HealthServicer()
         self._source: KvSource | None = None
         self._target: KvTarget | None = None
@@ -110,7 +111,9 @@ class RoleServices(Component):
         self._decode: DecodeService | None = None
         identity = (instance_id, runner.model_digest, runner.layout, runner.cache)
         if role is Role.PREFILL:
-            self._source = KvSource(*identity, RemoteConnector(metadata))
+            self._source = KvSource(
+                *identity, RemoteConnector(metadata, transport=config.transport)
+            )
             self._prefill = PrefillService(engine, port, self._source, metrics)
         else:
             if role is Role.DECODE:
@@ -124,7 +127,7 @@ class RoleServices(Component):
         if self._decode is not None:
             worker_pb2_grpc.add_DecodeServicer_to_server(self._decode, server)
         if self._target is not None:
-            add_kv_transfer_to_server(self._target, server)
+            add_kv_transfer_to_server(self._target, server, self._transport)
 
     def handoffs_active(self) -> int:
         """Handoffs that have not ended."""

@@ -1,7 +1,7 @@
 """A target or source in a process of its own, for tests that kill it.
 
     python -m tests.kvtransfer.peer_process target INSTANCE_ID
-    python -m tests.kvtransfer.peer_process source ADDRESS TARGET_INSTANCE_ID HANDOFF_ID_HEX
+    python -m tests.kvtransfer.peer_process source ADDRESS TARGET_INSTANCE_ID HANDOFF_ID_HEX [grpc]
 
 A target prints ``port N``, then grants every handoff whose id comes in as a line on stdin, and
 prints ``landed ID``. A source offers 8 tokens, sends all layers but one, prints ``sending`` and
@@ -36,8 +36,10 @@ async def run_target(instance_id: str) -> None:
         print(f"landed {line}", flush=True)
 
 
-async def run_source(address: str, target_id: str, handoff_id: str) -> None:
-    source = make_source(FakeMemory(), RemoteConnector())
+async def run_source(
+    address: str, target_id: str, handoff_id: str, transport: str = "auto"
+) -> None:
+    source = make_source(FakeMemory(), RemoteConnector(transport=transport))
     sending = source.offer(bytes.fromhex(handoff_id), address, target_id, "r1", 8, [], [0, 1])
     await sending.granted()
     for layer in range(LAYOUT.num_layers - 1):
