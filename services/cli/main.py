@@ -199,6 +199,13 @@ def worker(
     weights: options.Weights = ENGINE.weights,
     kernels: options.Kernels = ENGINE.kernels,
     transport: options.Transport = STANDALONE_WORKER.transport,
+    transport_throttle: Annotated[
+        int,
+        field_option(WorkerConfig, "transport_throttle", parser=options.parse_size, metavar="SIZE"),
+    ] = STANDALONE_WORKER.transport_throttle,
+    transport_latency_ms: Annotated[
+        float, field_option(WorkerConfig, "transport_latency_ms", metavar="MS")
+    ] = STANDALONE_WORKER.transport_latency_ms,
     threads: Annotated[int, field_option(EngineConfig, "threads", metavar="N")] = ENGINE.threads,
     kv_cache_bytes: options.KvCacheBytes = ENGINE.kv_cache_bytes,
     block_size: options.BlockSize = ENGINE.block_size,
@@ -244,6 +251,8 @@ def worker(
             metrics_port=metrics_port,
             engine=engine,
             transport=transport,
+            transport_throttle=transport_throttle,
+            transport_latency_ms=transport_latency_ms,
             insecure=insecure,
             drain_timeout_s=drain_timeout_s,
         )

@@ -102,6 +102,10 @@ class WorkerConfig:
     """The engine's configuration."""
     transport: str = "auto"
     """How KV bytes move: auto (shared memory on one host, else gRPC), grpc or shared_memory."""
+    transport_throttle: int = 0
+    """Bytes a second at which a source may send KV, for experiments; 0: as fast as it goes."""
+    transport_latency_ms: float = 0.0
+    """Milliseconds by which all that a source sends is late, for experiments."""
     insecure: bool = False
     """Allow addresses that other machines can reach, without encryption."""
     drain_timeout_s: float = 30.0
@@ -114,6 +118,8 @@ class WorkerConfig:
         _check_port("port", self.port)
         _check_port("metrics_port", self.metrics_port)
         _check_choice("transport", self.transport, ("auto", "grpc", "shared_memory"))
+        _check_at_least("transport_throttle", self.transport_throttle, 0)
+        _check_at_least("transport_latency_ms", self.transport_latency_ms, 0)
         _check_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         check_bind(self.host, self.insecure)
         validate_engine(self.engine)

@@ -14,6 +14,7 @@ from kvtransfer.source import KvSource
 from kvtransfer.stats import EndpointStats
 from kvtransfer.target import KvTarget
 from kvtransfer.transports.remote import RemoteConnector, add_kv_transfer_to_server
+from kvtransfer.transports.throttle import Throttle, throttled
 from protos import worker_pb2_grpc
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
@@ -111,9 +112,9 @@ class RoleServices(Component):
         self._decode: DecodeService | None = None
         identity = (instance_id, runner.model_digest, runner.layout, runner.cache)
         if role is Role.PREFILL:
-            self._source = KvSource(
-                *identity, RemoteConnector(metadata, transport=config.transport)
-            )
+            connect = RemoteConnector(metadata, transport=config.transport)
+            slow = Throttle(config.transport_throttle, config.transport_latency_ms / 1000)
+            self._source = KvSource(*identity, throttled(connect, slow))
             self._prefill = PrefillService(engine, port, self._source, metrics)
         else:
             if role is Role.DECODE:

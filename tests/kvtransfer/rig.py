@@ -18,6 +18,7 @@ from kvtransfer.transports.remote import (
     RemoteConnector,
     add_kv_transfer_to_server,
 )
+from kvtransfer.transports.throttle import Throttle, throttled
 from tests.kvtransfer.fakes import (
     ADDRESS,
     LAYOUT,
@@ -28,7 +29,9 @@ from tests.kvtransfer.fakes import (
     new_id,
 )
 
-TRANSPORTS = ("loopback", "grpc", "shared_memory")
+TRANSPORTS = ("loopback", "grpc", "shared_memory", "throttled")
+"""throttled: any of them behind a line of some speed and latency."""
+SLOW = Throttle(200e6, 0.002)
 
 
 @dataclass
@@ -88,7 +91,10 @@ def _noting(connect: Connect, links: list[Link]) -> Connect:
 
 @asynccontextmanager
 async def rig(
-    transport: str, layout: KvLayout = LAYOUT, num_blocks: int = 64
+    transport: str,
+    layout: KvLayout = LAYOUT,
+    num_blocks: int = 64,
+    throttle: Throttle = SLOW,
 ) -> AsyncIterator[Rig]:
     """A rig over ``transport``; at its end nothing may be left of any handoff."""
     sent, landed = FakeMemory(layout, num_blocks), FakeMemory(layout, num_blocks)
@@ -98,12 +104,14 @@ async def rig(
     connect: Connect = network.connect
     address = ADDRESS
     network.targets[ADDRESS] = target
-    if transport != "loopback":
+    if transport not in ("loopback", "throttled"):
         server = grpc.aio.server(options=SERVER_OPTIONS)
         add_kv_transfer_to_server(target, server)
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         connect = RemoteConnector(transport=transport)
         await server.start()
+    if transport == "throttled":
+        connect = throttled(connect, throttle)
     source = make_source(sent, _noting(connect, links))
     try:
         yield Rig(source, target, sent, landed, address, links)

@@ -64,7 +64,11 @@ ENGINE_OPTIONS = [
         ("serve", EngineConfig, ENGINE_OPTIONS),
         ("serve", RouterConfig, ["host", "grpc_port", "http_port", "disaggregate_from"]),
         ("worker", EngineConfig, ENGINE_OPTIONS),
-        ("worker", WorkerConfig, ["role", "router", "transport", "metrics_port", "insecure"]),
+        (
+            "worker",
+            WorkerConfig,
+            ["role", "router", "transport", "transport_throttle", "metrics_port", "insecure"],
+        ),
         ("router", RouterConfig, ["model", "internal_port", "max_requests", "drain_timeout_s"]),
     ],
 )

@@ -66,6 +66,8 @@ def test_bad_router_config_names_the_option(change: dict[str, object], option: s
         ({"router": "host:0"}, "--router"),
         ({"port": 70000}, "--port"),
         ({"transport": "pigeon"}, "--transport"),
+        ({"transport_throttle": -1}, "--transport-throttle"),
+        ({"transport_latency_ms": -1.0}, "--transport-latency-ms"),
         ({"engine": EngineConfig(dtype="int3")}, "--dtype"),
         ({"engine": EngineConfig(device="tpu")}, "--device"),
         ({"engine": EngineConfig(block_size=0)}, "--block-size"),
