@@ -21,6 +21,8 @@ def runnable() -> list[sets.InstructionSet]:
         found.append(sets.AVX2)
     if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= features:
         found.append(sets.AVX512)
+    if {"avx512_vnni", "avx512_bf16"} <= features:
+        found.append(sets.AVX512_VNNI_BF16)
     return [one for one in found if one != OWN]
 
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "attention_tile.h"
+#include "matrix_tiles.h"
 
 namespace kvr {
 namespace {
@@ -45,10 +46,45 @@ std::vector<Task> cut_into_tasks(const KvrModel& model, const std::vector<Segmen
   return tasks;
 }
 
+using AttendTile = void (*)(const Chunk&, const int32_t*, const int*, const RowStates&, float*);
+
+#if defined(KVR_AMX)
+constexpr int kMostRows = kMatrixRows;
+#else
+constexpr int kMostRows = kTileRows;
+#endif
+
+// tiles[r] is the tile of r + 1 rows.
+struct AttendTiles {
+  const AttendTile* tiles;
+  int most_rows;
+};
+
 template <class Dot, size_t... r>
-constexpr auto attend_tiles(std::index_sequence<r...>) {
-  using Tile = void (*)(const Chunk&, const int32_t*, const int*, const RowStates&, float*);
-  return std::array<Tile, kTileRows>{{attend_tile<Dot, int(r) + 1>...}};
+AttendTiles attend_tiles(std::index_sequence<r...>) {
+  static constexpr AttendTile tiles[] = {attend_tile<Dot, int(r) + 1>...};
+  return {tiles, sizeof...(r)};
+}
+
+#if defined(KVR_AMX)
+template <size_t... r>
+AttendTiles attend_matrix_tiles(std::index_sequence<r...>) {
+  static constexpr AttendTile tiles[] = {attend_matrix_tile<int(r) + 1>...};
+  return {tiles, sizeof...(r)};
+}
+AttendTiles attend_tiles_of(Bfloat16Dot, int head_dim) {
+  if (head_dim % kMatrixInputs == 0) {
+    return attend_matrix_tiles(std::make_index_sequence<kMatrixRows>());
+  }
+  return attend_tiles<Bfloat16Dot>(std::make_index_sequence<kTileRows>());
+}
+#else
+AttendTiles attend_tiles_of(Bfloat16Dot, int) {
+  return attend_tiles<Bfloat16Dot>(std::make_index_sequence<kTileRows>());
+}
+#endif
+AttendTiles attend_tiles_of(Float32Dot, int) {
+  return attend_tiles<Float32Dot>(std::make_index_sequence<kTileRows>());
 }
 
 // Where attention reads the pages of one head: in place for dot16, from `room` for rows.
@@ -146,22 +182,23 @@ class Attention {
         queries_(reinterpret_cast<const int32_t*>(queries)),
         rows_(rows),
         group_(model.num_heads / model.num_kv_heads),
+        tiles_(attend_tiles_of(Dot(), model.head_dim)),
         out_(out) {}
 
   static size_t scratch_bytes(const KvrModel& model) {
-    const size_t rows = std::max(state_rows(model), size_t(kTileRows));
+    const size_t rows = std::max(state_rows(model), size_t(kMostRows));
     return Scratch::padded(rows * model.head_dim * 4) + 3 * Scratch::padded(rows * 4) +
-           Scratch::padded(kTileRows * kScoreStride * 4) +
+           Scratch::padded(kMostRows * kScoreStride * 4) +
            Scratch::padded(kChunkPages * 2 * PageReader::page_lanes<Dot>(model.head_dim) * 4);
   }
 
   void run(const Task& task, Scratch& scratch) const {
     scratch.reset(scratch_bytes(model_));
-    const size_t capacity = std::max(state_rows(model_), size_t(kTileRows));
+    const size_t capacity = std::max(state_rows(model_), size_t(kMostRows));
     RowStates states{scratch.take<float>(capacity), scratch.take<float>(capacity),
                      scratch.take<float>(capacity * model_.head_dim)};
     int* visible_until = scratch.take<int>(capacity);
-    float* scores = scratch.take<float>(kTileRows * kScoreStride);
+    float* scores = scratch.take<float>(kMostRows * kScoreStride);
     int32_t* room = scratch.take<int32_t>(kChunkPages * 2 *
                                           PageReader::page_lanes<Dot>(model_.head_dim));
     const int rows = task.rows.num_rows * group_, heads = task.end_head - task.first_head;
@@ -198,15 +235,14 @@ class Attention {
 
   void attend_chunk(const Task& task, const Chunk& chunk, int head, int rows,
                     const int* visible_until, const RowStates& states, float* scores) const {
-    static constexpr auto tiles = attend_tiles<Dot>(std::make_index_sequence<kTileRows>());
     const int lanes = model_.head_dim / Dot::kPerLane;
     const int32_t* queries =
         queries_ + (size_t(head) * rows_ + task.rows.first_row) * group_ * lanes;
-    const int parts = (rows + kTileRows - 1) / kTileRows;
+    const int parts = (rows + tiles_.most_rows - 1) / tiles_.most_rows;
     for (int part = 0, row = 0; part < parts; part++) {
       const int count = rows / parts + (part < rows % parts ? 1 : 0);
       if (visible_until[row + count - 1] > chunk.first_position) {
-        tiles[count - 1](chunk, queries + size_t(row) * lanes, visible_until + row,
+        tiles_.tiles[count - 1](chunk, queries + size_t(row) * lanes, visible_until + row,
                          {states.peaks + row, states.sums + row,
                           states.outputs + size_t(row) * model_.head_dim},
                          scores);
@@ -234,6 +270,7 @@ class Attention {
   const KvView& kv_;
   const int32_t* queries_;
   int rows_, group_;
+  AttendTiles tiles_;
   float* out_;
 };
 
@@ -243,6 +280,7 @@ void attend_with(Pool& pool, std::vector<Scratch>& worker_scratch, const KvrMode
                  int rows, float* out) {
   const Attention<Dot> attention(model, kv, queries, rows, out);
   pool.run(int(tasks.size()), 1, [&](int first, int last, int worker) {
+    const MatrixScope scope;
     for (int i = first; i < last; i++) attention.run(tasks[i], worker_scratch[worker]);
   });
 }

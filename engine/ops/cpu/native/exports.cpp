@@ -2,6 +2,11 @@
 #include <algorithm>
 #include <chrono>
 
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "attention.h"
 #include "context.h"
 #include "futex.h"
@@ -38,6 +43,11 @@ const char* kvr_instruction_set() {
 }
 
 KvrContext* kvr_context_new(int32_t threads) {
+#if defined(__AMX_TILE__)
+  // The system keeps tile registers only for processes that ask; threads made from now on may.
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return nullptr;
+#endif
   try {
     return new KvrContext(threads);
   } catch (const std::exception&) {  // no memory or no more threads

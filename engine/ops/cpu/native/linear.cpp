@@ -3,16 +3,19 @@
 #include <algorithm>
 #include <utility>
 
+#include "matrix_tiles.h"
 #include "tiles.h"
 
 namespace kvr {
 namespace {
 
-// With few rows the weights' way from memory is what counts, and every tile fetches some; with many
-// the first tile's fetching is enough.
-constexpr int kPartsThatFetch = 4;
+#if defined(KVR_AMX)
+constexpr int kMostRows = 2 * kMatrixRows;
+#else
+constexpr int kMostRows = kTileRows;
+#endif
 
-using Tile = void (*)(const uint8_t* panel, const Activations& x, int row, bool fetch,
+using Tile = void (*)(const uint8_t* panel, const Activations& x, int row, Pace pace,
                       float* out);
 
 // tiles[r] is the tile of r + 1 rows.
@@ -32,13 +35,25 @@ Tiles byte_tiles(std::index_sequence<r...>) {
   return {tiles, sizeof...(r)};
 }
 
+#if defined(KVR_AMX)
+template <size_t... r>
+Tiles matrix_tiles(std::index_sequence<r...>) {
+  static constexpr Tile tiles[] = {matrix_tile<int(r) + 1>...};
+  return {tiles, sizeof...(r)};
+}
+#endif
+
 Tiles tiles_of(int kind) {
   constexpr auto float_rows = std::make_index_sequence<kTileRows>();
   constexpr auto byte_rows = std::make_index_sequence<kByteTileRows>();
   constexpr auto nibble_rows = std::make_index_sequence<kNibbleTileRows>();
   switch (kind) {
     case KVR_FLOAT32: return float_tiles<Float32Dot>(float_rows);
+#if defined(KVR_AMX)
+    case KVR_BFLOAT16: return matrix_tiles(std::make_index_sequence<kMostRows>());
+#else
     case KVR_BFLOAT16: return float_tiles<Bfloat16Dot>(float_rows);
+#endif
     case KVR_INT8: return byte_tiles<Int8>(byte_rows);
     case KVR_Q8_0: return byte_tiles<Q8_0>(byte_rows);
     case KVR_Q4_0: return byte_tiles<Q4_0>(nibble_rows);
@@ -69,15 +84,15 @@ void multiply_all(Pool& pool, const KvrLinear& linear, const Activations& x, int
   const int parts = (rows + kind.most_rows - 1) / kind.most_rows;
   const int grain = std::max(1, units / (pool.threads() * 8));
   pool.run(units, grain, [&](int first, int last, int) {
-    alignas(64) float tile[kPieceColumns / 16 * kTileRows * kPanelColumns];
+    const MatrixScope scope;
+    alignas(64) float tile[kPieceColumns / 16 * kMostRows * kPanelColumns];
     for (int unit = first; unit < last; unit++) {
       for (int part = 0, row = 0; part < parts; part++) {
         const int count = rows / parts + (part < rows % parts ? 1 : 0);
-        const bool fetch = part == 0 || parts <= kPartsThatFetch;
         for (int p = 0; p < panels_per_unit; p++) {
           const int panel = unit * panels_per_unit + p;
           float* out = tile + p * count * kPanelColumns;
-          kind.tiles[count - 1](linear.panels + panel * bytes, x, row, fetch, out);
+          kind.tiles[count - 1](linear.panels + panel * bytes, x, row, {part, parts}, out);
           const int column = panel * kPanelColumns;
           add_bias(linear, column, std::min(kPanelColumns, linear.outputs - column), count, out);
         }
@@ -135,7 +150,7 @@ void linear_swiglu(Pool& pool, const KvrLinear& gate_up, const Activations& x, i
   const auto gate = y.kind == KVR_FLOAT32 ? gate_tile<6> : gate_tile<4>;
   multiply_all(pool, gate_up, x, rows, panels,
                [&](int unit, int row, int count, const float* tile) {
-                 alignas(64) float pieces[kTileRows][kPieceColumns];
+                 alignas(64) float pieces[kMostRows][kPieceColumns];
                  for (int p = 0; p < panels; p++) {
                    gate(tile + p * count * kPanelColumns, count, pieces[0] + p * 16);
                  }

@@ -42,9 +42,19 @@ KVR_INLINE void clear(Floats (&acc)[R][C]) {
   }
 }
 
-// out [R][32] = activations[row .. row + R) * panel. `fetch`: prefetch weights meanwhile.
+// Which of how many parts of the rows passes a panel: some of them fetch what comes next.
+struct Pace {
+  int part, parts;
+
+  // With few rows the weights' way from memory is what counts, and every tile fetches some; with
+  // many the first tile's fetching is enough.
+  bool fetches() const { return part == 0 || parts <= 4; }
+};
+
+// out [R][32] = activations[row .. row + R) * panel. `pace`: whether to prefetch weights.
 template <class Dot, int R>
-void float_tile(const uint8_t* panel, const Activations& x, int row, bool fetch, float* out) {
+void float_tile(const uint8_t* panel, const Activations& x, int row, Pace pace, float* out) {
+  const bool fetch = pace.fetches();
   constexpr int C = kTileVectors;
   const int steps = x.inputs / Dot::kPerLane;
   const int32_t* a = reinterpret_cast<const int32_t*>(x.values) + size_t(row) * steps;
@@ -103,7 +113,8 @@ KVR_INLINE void multiply_group(Ints (&sums)[R][C], const uint8_t* block, int col
 
 // As float_tile.
 template <class Kind, int R>
-void byte_tile(const uint8_t* panel, const Activations& x, int row, bool fetch, float* out) {
+void byte_tile(const uint8_t* panel, const Activations& x, int row, Pace pace, float* out) {
+  const bool fetch = pace.fetches();
   constexpr int C = kTileVectors;
   const int groups = x.inputs / Kind::kGroup, rows = x.rows;
   const int8_t* values = reinterpret_cast<const int8_t*>(x.values);
