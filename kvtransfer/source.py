@@ -134,18 +134,33 @@ class SourceHandoff:
             self._readiness.close()
         self._watched.update(record)
 
-    async def send(self, peer: "_Peer", memory: KvMemory, max_blocks: int) -> None:
+    async def send(self, peer: "_Peer", memory: KvMemory) -> None:
         """Send what is readable until all is sent or the handoff is over. Run by ``KvSource``."""
         while self.state in _SENDING:
             async with peer.sending:
-                readable = self._readiness.snapshot()
-                span = self._source.machine.next_read(self.handoff_id, readable, max_blocks)
-                if span is not None:
-                    await self._send_frame(peer, memory, span)
-            if span is None:
+                spans = self._next_spans(peer.link)
+                if spans:
+                    await self._send_message(peer, memory, spans)
+            if not spans:
                 await self._readiness.changed()
 
-    async def _send_frame(self, peer: "_Peer", memory: KvMemory, span: Span) -> None:
+    def _next_spans(self, link: Link | None) -> list[Span]:
+        """What goes into the next message: as much as is readable and pays, over many layers."""
+        if link is None:
+            return []
+        spans: list[Span] = []
+        region_bytes = self._source.layout.region_bytes
+        room = max(link.message_bytes, region_bytes)
+        readable = self._readiness.snapshot()
+        while max_blocks := min(room // region_bytes, self._source.max_blocks):
+            span = self._source.machine.next_read(self.handoff_id, readable, max_blocks)
+            if span is None:
+                break
+            spans.append(span)
+            room -= span.num_blocks * region_bytes
+        return spans
+
+    async def _send_message(self, peer: "_Peer", memory: KvMemory, spans: list[Span]) -> None:
         begin_s = self._source.clock()
         reading = True
 
@@ -153,15 +168,18 @@ class SourceHandoff:
             nonlocal reading
             if reading:
                 reading = False
-                self._source.end_read(self.handoff_id)
+                for _ in spans:
+                    self._source.end_read(self.handoff_id)
 
         try:
-            block_ids = self._blocks[span.first_block : span.first_block + span.num_blocks]
-            views = regions(memory, span.layer, block_ids)
             if peer.link is None:
                 raise LinkLost("the connection is closed")
-            frame = encode_data(self.handoff_id, span, views, peer.link.is_bare)
-            await peer.link.send_data(frame, read_ended)
+            message: list[bytes | memoryview] = []
+            for span in spans:
+                block_ids = self._blocks[span.first_block : span.first_block + span.num_blocks]
+                views = regions(memory, span.layer, block_ids)
+                message += encode_data(self.handoff_id, span, views, peer.link.is_bare)
+            await peer.link.send_data(message, read_ended)
         except LinkLost as error:
             self._source.lose_peer(peer, str(error))
         except Exception:
@@ -203,9 +221,9 @@ class KvSource:
         self.clock = clock
         self.machine = SourceMachine(layout)
         self._identity = Identity(instance_id, model_digest, layout)
+        self.max_blocks = max_blocks_per_frame(layout)
         self._memory = memory
         self._connect = connect
-        self._max_blocks = max_blocks_per_frame(layout)
         self._handoffs: dict[bytes, SourceHandoff] = {}
         self._peers: dict[tuple[str, str], _Peer] = {}
         self._peers_by_key: dict[str, _Peer] = {}
@@ -355,7 +373,7 @@ class KvSource:
             handoff.update(record)
             if was_offered and record.state in _SENDING:
                 peer = self._peers_by_key[record.peer]
-                self._tasks.start(handoff.send(peer, self._memory, self._max_blocks))
+                self._tasks.start(handoff.send(peer, self._memory))
             if record.drained:
                 del self._handoffs[record.handoff_id]
                 self._num_bytes += record.num_bytes

@@ -27,7 +27,7 @@ from kvtransfer.memory import KvMemory, copy_bytes, regions
 from kvtransfer.stats import EndpointStats
 from kvtransfer.sweep import sweep
 from kvtransfer.transports.interface import ControlStream
-from kvtransfer.wire import decode_data
+from kvtransfer.wire import DataFrame, split_message
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,8 @@ class KvTarget:
             async for message in messages:
                 if session.broken.done():
                     raise LinkLost(session.broken.result())
-                self._land(session, message)
+                for frame in split_message(message):
+                    self._land(session, frame)
         except BadFrame as error:
             reason = str(error)
             raise
@@ -259,13 +260,8 @@ class KvTarget:
         self._sessions_by_key[key] = session
         return session
 
-    def _land(self, session: _Session, message: bytes | memoryview) -> None:
-        """Put one data frame where it was granted.
-
-        Raises:
-            BadFrame: the stream cannot be trusted further.
-        """
-        frame = decode_data(message)
+    def _land(self, session: _Session, frame: DataFrame) -> None:
+        """Put one data frame where it was granted."""
         handoff_id, span, now = frame.handoff_id, frame.span, self.clock()
         region_bytes = self.layout.region_bytes
         if not frame.is_intact or len(frame.payload) != span.num_blocks * region_bytes:

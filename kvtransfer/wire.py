@@ -1,14 +1,16 @@
 """What travels: data frames with checksums, and control frames as protobuf.
 
 A data frame is a 44-byte header and the regions of some logical blocks of one layer, one after
-the other. Its checksum covers the header, and the payload where a network may damage it.
+the other; a message is one or more of them. A frame's
+checksum covers its header, and its payload where a network may damage it.
 Everything that comes in is checked here once; nothing behind this file re-checks form.
 """
 
 import struct
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import xxhash
 
 from kvtransfer.errors import BadFrame
 from kvtransfer.handoff.frames import (
@@ -29,15 +31,15 @@ from kvtransfer.handoff.frames import (
 from kvtransfer.layout import DTYPE_BYTES, KvLayout
 from protos import kv_transfer_pb2 as pb
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_PAYLOAD_BYTES = 1 << 20
 """A frame carries at most this much, unless a single region is larger."""
 
 _MAGIC = b"KVfr"
 _HEADER = struct.Struct(f"<4sHH{HANDOFF_ID_BYTES}sIIII")
 _FLAG_BARE = 1  # the checksum leaves the payload out: it never left this host's memory
-_CRC32 = struct.Struct("<I")
-HEADER_BYTES = _HEADER.size + _CRC32.size
+_CHECKSUM = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +70,38 @@ def encode_data(
     flags = _FLAG_BARE if is_bare else 0
     where = (span.layer, span.first_block, span.num_blocks)
     header = _HEADER.pack(_MAGIC, WIRE_VERSION, flags, handoff_id, *where, num_bytes)
-    crc32 = zlib.crc32(header)
-    if not is_bare:
-        for view in views:
-            crc32 = zlib.crc32(view, crc32)
-    return [header + _CRC32.pack(crc32), *views]
+    checksum = _checksum(header, [] if is_bare else views)
+    return [header + _CHECKSUM.pack(checksum), *views]
+
+
+def _checksum(header: bytes | memoryview, views: Sequence[memoryview]) -> int:
+    """The low 32 bits of XXH3-64: ten times as fast as a CRC, and the network has its own."""
+    hasher = xxhash.xxh3_64(header)
+    for view in views:
+        hasher.update(view)
+    return hasher.intdigest() & 0xFFFF_FFFF
+
+
+def split_message(message: bytes | memoryview) -> Iterator[DataFrame]:
+    """The frames of a data message: one or more, back to back.
+
+    Raises:
+        BadFrame: as ``decode_data``, at the first that is none.
+    """
+    rest = memoryview(message)
+    while True:
+        end = len(rest)
+        if end >= HEADER_BYTES:
+            end = min(end, HEADER_BYTES + _HEADER.unpack_from(rest)[-1])
+        # What follows a whole frame must be one too; a short one is refused by its length.
+        yield decode_data(rest[:end])
+        rest = rest[end:]
+        if not rest:
+            return
 
 
 def decode_data(message: bytes | memoryview) -> DataFrame:
-    """Split a data frame; the payload is a view into ``message``.
+    """One data frame; the payload is a view into ``message``.
 
     Raises:
         BadFrame: not a frame of this version, or not as long as it says.
@@ -94,10 +119,8 @@ def decode_data(message: bytes | memoryview) -> DataFrame:
         )
     view = memoryview(message)
     payload = view[HEADER_BYTES:]
-    crc32 = zlib.crc32(view[: _HEADER.size])
-    if not flags & _FLAG_BARE:
-        crc32 = zlib.crc32(payload, crc32)
-    is_intact = _CRC32.unpack_from(message, _HEADER.size)[0] == crc32
+    checksum = _checksum(view[: _HEADER.size], [] if flags & _FLAG_BARE else [payload])
+    is_intact = _CHECKSUM.unpack_from(message, _HEADER.size)[0] == checksum
     return DataFrame(handoff_id, Span(layer, first_block, num_blocks), payload, is_intact)
 
 

@@ -33,6 +33,11 @@ class Link(ControlStream, Protocol):
         """Bytes stay in this host's memory: nothing on the way can damage them."""
         ...
 
+    @property
+    def message_bytes(self) -> int:
+        """How long a message should be at most: longer ones cost more than they save."""
+        ...
+
     async def send_data(
         self, buffers: Sequence[bytes | memoryview], on_read: Callable[[], None]
     ) -> None:

@@ -74,6 +74,7 @@ class LoopbackLink:
     """Both ends of one pair."""
 
     is_bare = False
+    message_bytes = 1 << 20
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults

@@ -53,6 +53,8 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
+_MESSAGE_BYTES = 1 << 20
+"""Measured: shorter ones pay more per message, longer ones overlap less of copying and sending."""
 _ACK = struct.Struct("<I")
 """On the way back of a data stream: how many more slots were copied."""
 
@@ -142,11 +144,18 @@ class RemoteLink:
         self._data: Any = None
         self._data_watcher: asyncio.Task[None] | None = None
         self._data_error = ""
+        self._writing: asyncio.Task[None] | None = None
         self._acknowledged = asyncio.Event()
 
     @property
     def is_bare(self) -> bool:
         return self._ring is not None
+
+    @property
+    def message_bytes(self) -> int:
+        if self._ring is None:
+            return _MESSAGE_BYTES
+        return self._ring.max_message_bytes * 15 // 16  # the rest is for frame headers
 
     @property
     def transport(self) -> str:
@@ -174,7 +183,10 @@ class RemoteLink:
     async def send_data(
         self, buffers: Sequence[bytes | memoryview], on_read: Callable[[], None]
     ) -> None:
-        """Put one message on the data stream, or in the ring and its slot on the stream."""
+        """Put one message on the data stream, or in the ring and its slot on the stream.
+
+        One message may be on its way into the stream while the next is copied.
+        """
         if self._data_error:
             raise LinkLost(self._data_error)
         if self._data is None:
@@ -185,12 +197,17 @@ class RemoteLink:
         if message is None:
             message = b"".join(buffers)
         on_read()
-        await _or_lost(self._data.write(message), self._why)
+        if self._writing is not None:
+            await self._writing
+        self._writing = asyncio.create_task(_or_lost(self._data.write(message), self._why))
 
     async def close(self) -> None:
         """Hang up both channels; whoever waits for room learns it."""
         self._data_error = self._data_error or "the connection was closed"
         self._acknowledged.set()
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
         if self._data_watcher is not None:
             self._data_watcher.cancel()
             self._data.cancel()

@@ -15,6 +15,8 @@ from kvtransfer.errors import LinkLost
 from kvtransfer.transports.interface import Connect, Link
 from protos import kv_transfer_pb2 as pb
 
+_BURST_S = 0.005
+"""An idle line may catch up by this much: timers and copies are late, a wire is not."""
 _QUEUED_MESSAGES = 64
 """On their way, late by the latency; a writer waits for room beyond."""
 
@@ -40,7 +42,8 @@ class _Line:
         if not self.throttle.bytes_per_s:
             return
         loop = asyncio.get_running_loop()
-        self._free_s = max(self._free_s, loop.time()) + num_bytes / self.throttle.bytes_per_s
+        self._free_s = max(self._free_s, loop.time() - _BURST_S)
+        self._free_s += num_bytes / self.throttle.bytes_per_s
         await asyncio.sleep(self._free_s - loop.time())
 
 
@@ -69,6 +72,10 @@ class _SlowLink:
     @property
     def is_bare(self) -> bool:
         return self._link.is_bare
+
+    @property
+    def message_bytes(self) -> int:
+        return self._link.message_bytes
 
     async def send(self, frame: pb.ControlFrame) -> None:
         await self._control.later(lambda: self._link.send(frame))

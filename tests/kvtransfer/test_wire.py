@@ -35,6 +35,7 @@ from kvtransfer.wire import (
     layout_from_proto,
     layout_to_proto,
     max_blocks_per_frame,
+    split_message,
 )
 from protos import kv_transfer_pb2 as pb
 from tests.kvtransfer.fakes import LAYOUT, FakeMemory
@@ -169,3 +170,29 @@ def test_another_wire_version_is_named() -> None:
     ours, theirs = hello("s", "t", "d", LAYOUT), hello("s", "t", "d", LAYOUT)
     theirs.hello.wire_version += 1
     assert str(check_hello(ours, theirs)).startswith("wire_version")
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), min_size=1, max_size=5))
+def test_a_message_of_several_frames_comes_apart_again(frames: list[tuple[int, int]]) -> None:
+    memory = FakeMemory()
+    memory.fill()
+    message = b""
+    for first, count in frames:
+        views = regions(memory, 0, range(first, first + count))
+        message += b"".join(encode_data(ID, Span(0, first, count), views))
+    found = list(split_message(message))
+    assert [frame.span for frame in found] == [Span(0, first, count) for first, count in frames]
+    assert all(frame.is_intact for frame in found)
+    with pytest.raises(BadFrame):
+        list(split_message(message + b"more"))
+    with pytest.raises(BadFrame):
+        list(split_message(message[:-1]))
+
+
+def test_a_bare_frame_is_checked_by_its_header_alone() -> None:
+    view = memoryview(bytearray(LAYOUT.region_bytes))
+    message = bytearray(b"".join(encode_data(ID, Span(0, 0, 1), [view], is_bare=True)))
+    message[-1] ^= 1
+    assert decode_data(bytes(message)).is_intact
+    message[HEADER_BYTES - 12] ^= 1
+    assert not decode_data(bytes(message)).is_intact

@@ -26,9 +26,10 @@ async def seconds(throttle: Throttle, handoffs: int = 1) -> float:
 
 
 async def test_handoffs_share_the_bandwidth() -> None:
+    """Less what an idle line may catch up."""
     bytes_per_s = HANDOFF_BYTES / 0.1
-    assert await seconds(Throttle(bytes_per_s)) >= 0.1
-    assert await seconds(Throttle(bytes_per_s), handoffs=3) >= 0.3
+    assert await seconds(Throttle(bytes_per_s)) >= 0.09
+    assert await seconds(Throttle(bytes_per_s), handoffs=3) >= 0.29
 
 
 async def test_everything_is_late_by_the_latency_once() -> None:
