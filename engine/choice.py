@@ -1,13 +1,15 @@
-"""From the logits of a step to its tokens: adjust, draw, and say how probable they were.
+"""From the logits of a step to its tokens: adjust, guide, draw, and say how probable they were.
 
 Knows rows and their histories, not models. Called by the runner.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
+import numpy as np
 from torch import Tensor
 
 from engine.adjust import History, adjust, asks
+from engine.guide import Guides
 from engine.logprobs import logprobs_of
 from engine.plan import ScheduledSequence, StepResult
 from engine.sampler import sample
@@ -15,17 +17,25 @@ from engine.sampler import sample
 NOT_FINITE = "the model's logits are not finite for this sequence"
 
 
+_OUTSIDE = np.float32(-2e30)
+"""Of tokens that a guide does not allow: lower than what is barred for other reasons."""
+
+
 def choose_tokens(
-    logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Collection[int]
+    logits: Tensor,
+    rows: Sequence[ScheduledSequence],
+    eos_token_ids: Collection[int],
+    guides: Callable[[], Guides],
 ) -> StepResult:
     """A token for every row.
 
     Args:
         logits: float32 ``[rows, vocab_size]``; not changed.
         rows: those that sample, in that order.
+        guides: called where a row has a guide.
     """
     sampling = [row.sampling for row in rows]
-    adjusted = _adjusted(logits, rows, eos_token_ids)
+    adjusted = _adjusted(logits, rows, eos_token_ids, guides)
     tokens = sample(adjusted, sampling, [row.end for row in rows])
     told = [r for r, t in enumerate(tokens) if t is not None and sampling[r].logprobs is not None]
     records = logprobs_of(
@@ -41,9 +51,16 @@ def choose_tokens(
 
 
 def _adjusted(
-    logits: Tensor, rows: Sequence[ScheduledSequence], eos_token_ids: Collection[int]
+    logits: Tensor,
+    rows: Sequence[ScheduledSequence],
+    eos_token_ids: Collection[int],
+    guides: Callable[[], Guides],
 ) -> Tensor:
-    asking = [r for r, row in enumerate(rows) if asks(row.sampling, len(row.output_token_ids))]
+    asking = [
+        r
+        for r, row in enumerate(rows)
+        if row.sampling.guide or asks(row.sampling, len(row.output_token_ids))
+    ]
     if not asking:
         return logits
     changed = logits[asking]
@@ -52,6 +69,11 @@ def _adjusted(
         for r in asking
     ]
     adjust(changed.numpy(), histories, eos_token_ids)
+    for at, r in enumerate(asking):
+        if (guide := rows[r].sampling.guide) is not None:
+            words = guides().mask(rows[r].request_id, guide, rows[r].output_token_ids)
+            allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: logits.shape[1]]
+            changed[at].numpy()[allowed == 0] = _OUTSIDE
     adjusted = logits.clone()
     adjusted[asking] = changed
     return adjusted

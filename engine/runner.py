@@ -16,11 +16,13 @@ import torch
 from engine.choice import choose_tokens
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import CapacityError, ModelError
+from engine.guide import Guides
 from engine.kv.cache import PagedKvCache, num_blocks_for
 from engine.loaders.files import ModelFiles
 from engine.models.choose import Weights, build, choose, read_weights
 from engine.plan import StepPlan, StepResult
 from engine.recipe import Recipe
+from engine.tokenizer import Tokenizer
 from kvtransfer.layout import KvLayout
 
 MOST_AUTO_KV_BYTES = 1 << 30
@@ -31,6 +33,7 @@ class Runner:
 
     Args:
         weights: of ``files``, in memory already; None: read them.
+        tokenizer: the same.
 
     Raises:
         ModelError: the model cannot be computed as asked.
@@ -38,7 +41,11 @@ class Runner:
     """
 
     def __init__(
-        self, config: EngineConfig, files: ModelFiles, weights: Weights | None = None
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        weights: Weights | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         device = resolve_device(config.device)
         choice = choose(config, files)
@@ -51,6 +58,8 @@ class Runner:
         self.model_digest = model_digest(files.identity, self.recipe, self.layout)
         self.cache = PagedKvCache(self.layout, self.num_blocks, device)
         self._threads = config.threads
+        self._files, self._tokenizer = files, tokenizer
+        self._guides: Guides | None = None
         torch.set_num_threads(config.threads)
         weights = weights or read_weights(config, files)
         self._model = build(weights, files.config, config.threads, self.max_context)
@@ -66,7 +75,15 @@ class Runner:
             logits = self._model.step(plan.sequences, self.cache, on_layer)
             if len(sampling) > len(rows):
                 logits = logits.repeat_interleave(torch.tensor([len(r.samplers) for r in rows]), 0)
-            return choose_tokens(logits, sampling, self.model_config.eos_token_ids)
+            eos_token_ids = self.model_config.eos_token_ids
+            return choose_tokens(logits, sampling, eos_token_ids, self._make_guides)
+
+    def _make_guides(self) -> Guides:
+        """Made for the first request that wants a guide."""
+        if self._guides is None:
+            tokenizer = self._tokenizer or self._files.tokenizer()
+            self._guides = Guides(tokenizer, self.model_config.vocab_size)
+        return self._guides
 
 
 def resolve_device(device: str) -> str:

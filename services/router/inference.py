@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import grpc
 
+from engine.request import Guide
 from protos import inference_pb2 as public
 from protos import inference_pb2_grpc
 from services.router.intake import (
@@ -31,6 +32,7 @@ from services.runtime.errors import (
     ResourceExhausted,
     ServiceError,
 )
+from services.runtime.work import parse_guide
 
 RETRY_AFTER_KEY = "retry-after-ms"
 """Trailing metadata of a refusal."""
@@ -172,7 +174,7 @@ _NUMBERS = (
     "logprobs",
 )
 """Fields of SamplingParams that know whether they are set."""
-_NOT_YET = ("prompt_logprobs", "beam_search", "guided")
+_NOT_YET = ("prompt_logprobs", "beam_search")
 
 
 def raw_request(request: public.GenerateRequest) -> RawRequest:
@@ -205,10 +207,21 @@ def raw_request(request: public.GenerateRequest) -> RawRequest:
             logit_bias=sampling.logit_bias,
             include_stop=sampling.include_stop,
             bad_words=sampling.bad_words,
+            guide=_guide(sampling),
         ),
         priority=request.priority,
         salt=request.cache_salt,
     )
+
+
+def _guide(sampling: public.SamplingParams) -> Guide | None:
+    """Raises: InvalidArgument: a guide of no kind."""
+    if not sampling.HasField("guided"):
+        return None
+    guide = parse_guide(sampling.guided)
+    if guide is None:
+        raise InvalidArgument(SPELLING("guided"), "is empty: say what kind of guide it is")
+    return guide
 
 
 def _prompt(request: public.GenerateRequest | public.TokenizeRequest) -> tuple[Prompt, str]:

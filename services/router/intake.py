@@ -121,6 +121,8 @@ class Intake:
             raise InvalidArgument("priority", "must fit in 32 bits")
         if not isinstance(raw.prompt, (str, Chat)):
             _room(len(raw.prompt), raw.prompt_field, max_context)
+        if sampling.guide is not None:
+            await self._model.check_guide(sampling.guide, raw.spelling("guided"))
         token_ids = await self.token_ids(raw.prompt, raw.prompt_field)
         room = _room(len(token_ids), raw.prompt_field, max_context)
         wanted = raw.sampling.max_tokens or raw.default_max_tokens or room

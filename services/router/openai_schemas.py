@@ -18,6 +18,7 @@ from services.router.intake import (
     RawRequest,
     check_number_of_messages,
 )
+from services.router.openai_guides import guide_of
 from services.router.sampling import RawSampling, Spelling
 from services.runtime.errors import InvalidArgument
 
@@ -45,10 +46,6 @@ def _zero(value: Any) -> bool:
     return value is None or (value == 0 and not isinstance(value, bool))
 
 
-def _text_format(value: Any) -> bool:
-    return value is None or value == {"type": "text"}
-
-
 def _text_only(value: Any) -> bool:
     return value is None or value == ["text"]
 
@@ -60,7 +57,6 @@ REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "echo": _unset,
     "suffix": _unset,
     "functions": _unset,
-    "response_format": _text_format,
     "modalities": _text_only,
     "audio": _unset,
     "web_search_options": lambda value: value is None,
@@ -72,11 +68,6 @@ REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "continue_final_message": _unset,
     "add_generation_prompt": lambda value: value is None or value is True,
     "documents": _unset,
-    "guided_json": _unset,
-    "guided_regex": _unset,
-    "guided_choice": _unset,
-    "guided_grammar": _unset,
-    "structured_outputs": _unset,
 }
 """Field -> whether a value asks for nothing special. Any other value is refused."""
 
@@ -118,6 +109,12 @@ class _Body(BaseModel):
     include_stop_str_in_output: bool | None = None
     bad_words: Listed[str] | None = None
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Listed[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -135,7 +132,8 @@ class _Body(BaseModel):
             raise InvalidArgument("stream_options", "is only allowed when stream is true")
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> RawSampling:
-        """Raises: InvalidArgument: a key of ``logit_bias`` that is no token id."""
+        """Raises: InvalidArgument: a key of ``logit_bias`` that is no token id, or two guides."""
+        guide, _ = guide_of(self)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return RawSampling(
             temperature=self.temperature,
@@ -157,6 +155,7 @@ class _Body(BaseModel):
             include_stop=bool(self.include_stop_str_in_output),
             bad_words=self.bad_words or (),
             logprobs=logprobs,
+            guide=guide,
         )
 
 
@@ -180,7 +179,7 @@ class CompletionBody(_Body):
             RawRequest(
                 prompt=prompt,
                 prompt_field="prompt" if len(prompts) == 1 else f"prompt[{index}]",
-                spelling=Spelling(renamed=_RENAMED),
+                spelling=Spelling(renamed={**_RENAMED, "guided": guide_of(self)[1]}),
                 model=self.model or "",
                 sampling=sampling,
                 default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
@@ -242,12 +241,14 @@ class ChatBody(_Body):
         newer = self.max_completion_tokens is not None
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgument("top_logprobs", "is only allowed when logprobs is true")
-        renamed = {"max_tokens": "max_completion_tokens"} if newer else {}
+        renamed = {"logprobs": "top_logprobs", "guided": guide_of(self)[1]}
+        if newer:
+            renamed["max_tokens"] = "max_completion_tokens"
         max_tokens = self.max_completion_tokens if newer else self.max_tokens
         raw = RawRequest(
             prompt=Chat(turns),
             prompt_field="messages",
-            spelling=Spelling(renamed={**_RENAMED, "logprobs": "top_logprobs", **renamed}),
+            spelling=Spelling(renamed={**_RENAMED, **renamed}),
             model=self.model or "",
             sampling=self.sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None),
             priority=self.priority or 0,

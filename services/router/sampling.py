@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from engine.errors import InvalidRequest
-from engine.request import SamplingParams
+from engine.request import Guide, GuideKind, SamplingParams
 from engine.tokenizer import Tokenizer, check_text
 from services.runtime.errors import InvalidArgument
 
@@ -24,6 +24,9 @@ MAX_BAD_WORD_CHARACTERS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
+MAX_GUIDE_CHARACTERS = 65_536
+MAX_CHOICES = 256
+MAX_CHOICE_CHARACTERS = 256
 MAX_TEMPERATURE = 2.0
 MAX_REPETITION_PENALTY = 10.0
 SEEDS = 2**64
@@ -54,6 +57,7 @@ class RawSampling:
     include_stop: bool = False
     bad_words: Sequence[str] = ()
     logprobs: int | None = None
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ def parse_sampling(
     min_tokens = given.min_tokens or 0
     if min_tokens < 0 or (given.max_tokens is not None and min_tokens > given.max_tokens):
         raise InvalidArgument(spelled("min_tokens"), f"{min_tokens} is not in 0 to max_tokens")
+    if given.guide is not None:
+        _check_guide(given.guide, given.ignore_eos, spelled("guided"))
     _check_strings(
         given.stop, spelled("stop"), "stop string", MAX_STOP_STRINGS, MAX_STOP_CHARACTERS
     )
@@ -110,6 +116,7 @@ def parse_sampling(
         include_stop=given.include_stop,
         bad_words=_bad_words(given.bad_words, spelled("bad_words"), tokenizer),
         logprobs=_logprobs(given.logprobs, spelled("logprobs")),
+        guide=given.guide,
     )
 
 
@@ -118,6 +125,18 @@ def check_vocabulary(token_ids: Sequence[int], name: str, vocab_size: int) -> No
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidArgument(name, f"token id {token_id} is not in 0 to {vocab_size - 1}")
+
+
+def _check_guide(guide: Guide, ignore_eos: bool, name: str) -> None:
+    """What can be said of a guide without compiling it."""
+    if ignore_eos:
+        raise InvalidArgument(name, "cannot go with ignore_eos: EOS is how a guided answer ends")
+    if guide.kind is GuideKind.CHOICE:
+        if not guide.choices:
+            raise InvalidArgument(name, "has no choices")
+        _check_strings(guide.choices, name, "choice", MAX_CHOICES, MAX_CHOICE_CHARACTERS)
+    elif guide.kind is not GuideKind.JSON_OBJECT:
+        _check_strings((guide.source,), name, "guide", 1, MAX_GUIDE_CHARACTERS)
 
 
 def _between(value: Number | None, unset: Number, low: float, high: float, name: str) -> Number:

@@ -6,12 +6,16 @@ Made by ``app`` from ``engine.loaders``, used by ``intake`` and by both public f
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from threading import Lock
 
 from engine.chat import encode_chat
+from engine.errors import InvalidRequest
+from engine.guide import Guides
 from engine.loaders.files import ModelFiles
 from engine.loaders.open import open_model
+from engine.request import Guide
 from engine.tokenizer import Tokenizer
-from services.runtime.errors import NotFound
+from services.runtime.errors import InvalidArgument, NotFound
 
 _LONG_TEXT_CHARACTERS = 4096
 """Longer texts take about a millisecond or more to encode."""
@@ -36,6 +40,8 @@ class ServedModel:
         """Tokens the model was trained for; instances may hold less."""
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
+        self._guides: Guides | None = None
+        self._making_guides = Lock()
         longest = max(
             (len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)), default=1
         )
@@ -81,6 +87,23 @@ class ServedModel:
         if len(text) <= _LONG_TEXT_CHARACTERS:
             return self.tokenizer.encode(text, field=field)
         return await asyncio.to_thread(self.tokenizer.encode, text, field=field)
+
+    async def check_guide(self, guide: Guide, field: str) -> None:
+        """Compile a guide, on a thread: before anything is computed for it.
+
+        Raises:
+            InvalidArgument: it is not what it should be; names ``field``.
+        """
+        try:
+            await asyncio.to_thread(self._check_guide, guide)
+        except InvalidRequest as error:
+            raise InvalidArgument(field, error.reason) from error
+
+    def _check_guide(self, guide: Guide) -> None:
+        with self._making_guides:
+            if self._guides is None:
+                self._guides = Guides(self.tokenizer, self.vocab_size)
+        self._guides.check(guide)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a chat, up to where the answer begins.

@@ -100,7 +100,7 @@ def _sampling(message: public.SamplingParams) -> SamplingParams:
         **values,
         logit_bias=tuple(sorted(message.logit_bias.items())),
         bad_words=tuple(tuple(word.ids) for word in message.bad_word_token_ids),
-        guide=_guide(message.guided),
+        guide=parse_guide(message.guided),
     )
 
 
@@ -110,7 +110,8 @@ def _says(message: public.SamplingParams, name: str) -> bool:
     return not field.has_presence or bool(message.HasField(name))
 
 
-def _guide(message: public.GuidedDecoding) -> Guide | None:
+def parse_guide(message: public.GuidedDecoding) -> Guide | None:
+    """None: it says nothing."""
     name = message.WhichOneof("kind")
     match name and GuideKind(name):
         case None:

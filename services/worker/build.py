@@ -56,7 +56,9 @@ def load_model(read: ReadModel, config: EngineConfig) -> LoadedModel:
         CapacityError: the KV cache is too small for anything.
     """
     return LoadedModel(
-        read.files.model_id, read.tokenizer, Runner(config, read.files, read.weights)
+        read.files.model_id,
+        read.tokenizer,
+        Runner(config, read.files, read.weights, read.tokenizer),
     )
 
 

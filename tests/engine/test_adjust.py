@@ -11,6 +11,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from engine.adjust import History, adjust, asks
 from engine.choice import choose_tokens
+from engine.guide import Guides
 from engine.plan import ScheduledSequence
 from engine.request import SamplingParams
 
@@ -123,6 +124,10 @@ def row(name: str, output: Ids, **params: Any) -> ScheduledSequence:
     return ScheduledSequence(name, (1,), 5 + len(output), (0,), True, sampling, (), [2] * 5, output)
 
 
+def no_guides() -> Guides:
+    raise AssertionError("no row has a guide")
+
+
 def test_choice_tells_the_models_own_logprobs() -> None:
     logits = noise(3)
     best = int(logits[1].argmax())
@@ -132,7 +137,7 @@ def test_choice_tells_the_models_own_logprobs() -> None:
         row("told", [9], logprobs=0),
     ]
     before = logits.clone()
-    result = choose_tokens(logits, rows, (EOS,))
+    result = choose_tokens(logits, rows, (EOS,), no_guides)
     assert torch.equal(logits, before)
     assert result.token_ids["plain"] == int(logits[0].argmax())
     assert result.token_ids["barred"] == int(logits[1].topk(2).indices[1])
@@ -150,6 +155,7 @@ def test_choice_tells_the_models_own_logprobs() -> None:
 def test_a_row_that_is_not_finite_fails_alone() -> None:
     logits = noise(2)
     logits[0, 3] = float("nan")
-    result = choose_tokens(logits, [row("bad", [], logprobs=2), row("good", [], logprobs=2)], ())
+    rows = [row("bad", [], logprobs=2), row("good", [], logprobs=2)]
+    result = choose_tokens(logits, rows, (), no_guides)
     assert set(result.failures) == {"bad"}
     assert set(result.token_ids) == set(result.logprobs) == {"good"}
