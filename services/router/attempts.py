@@ -20,9 +20,10 @@ from typing import Any
 
 from engine.request import Request
 from protos import inference_pb2 as public
+from services.router.breaker import Breakers
 from services.router.dispatch import Attempt
 from services.router.fleet import Fleet
-from services.router.healing import CAPACITY_S, History, LegFailure, verdict
+from services.router.healing import CAPACITY_S, History, LegFailure, is_curable, verdict
 from services.router.placement import place
 from services.router.request_table import RequestEvent, RequestRecord
 from services.router.timeline import Marks
@@ -48,6 +49,7 @@ class Attempts:
         self._disaggregate_from = disaggregate_from
         self._clock = clock
         self._turn = 0
+        self._breakers = Breakers()
 
     def first(self, request: Request, record: RequestRecord, marks: Marks) -> Attempt:
         """The first attempt, not yet started.
@@ -75,9 +77,13 @@ class Attempts:
                     async for tokens in tokens_of_attempt:
                         output += tokens.token_ids
                         yield tokens
+                self._breakers.succeeded(
+                    filter(None, (marks.prefill_instance, marks.decode_instance))
+                )
                 return
             except LegFailure as failure:
                 now_s = self._clock()
+                self._note_failure(failure, now_s)
                 history = history.after(failure, len(output), now_s)
                 told = verdict(history, failure, now_s)
                 log.warning("request %s", _failed_attempt(record, marks, failure, told))
@@ -93,6 +99,13 @@ class Attempts:
                 except Unavailable as nobody:
                     raise Unavailable(f"{failed.error}; {nobody}") from failed.error
             attempt.start(deadline_s)
+
+    def _note_failure(self, failure: LegFailure, now_s: float) -> None:
+        """A death is seen by everybody, and what is wrong with a request is nobody's fault."""
+        if is_curable(failure.error) and not failure.died:
+            views = self._fleet.snapshot().instances
+            self._breakers.keep_only(view.instance.instance_id for view in views)
+            self._breakers.failed(failure.living, now_s)
 
     @contextlib.contextmanager
     def _ended_from_outside(
@@ -159,7 +172,7 @@ class Attempts:
             self._fleet.snapshot(),
             self._disaggregate_from,
             self._turn,
-            history.avoid,
+            history.avoid | self._breakers.open(self._clock()),
         )
         prefill = self._fleet.link(placement.prefill) if placement.prefill else None
         decode = self._fleet.link(placement.decode)

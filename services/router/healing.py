@@ -23,7 +23,6 @@ CAPACITY_S = 0.8
 """How long to wait for an instance where none is left, before the client is told."""
 
 _CURABLE = (Unavailable, Internal)
-"""What is wrong with an instance, not with the request."""
 
 
 class LegFailure(Exception):
@@ -64,6 +63,11 @@ class History:
         )
 
 
+def is_curable(error: ServiceError) -> bool:
+    """Whether something is wrong with an instance, not with the request."""
+    return isinstance(error, _CURABLE)
+
+
 def verdict(history: History, failure: LegFailure, now_s: float) -> ServiceError | None:
     """What the client is told; None: the request goes on.
 
@@ -71,7 +75,7 @@ def verdict(history: History, failure: LegFailure, now_s: float) -> ServiceError
         history: with ``failure`` in it.
     """
     error = failure.error
-    if not isinstance(error, _CURABLE):
+    if not is_curable(error):
         return error
     if history.num_deaths >= MAX_DEATHS:
         return Internal(
