@@ -1,8 +1,9 @@
 """A cluster on its way up, while it lives, and down again.
 
     1  start    the router first, then all workers at once; the first that cannot start ends it all
-    2  watch    a worker that dies is started again, as a new instance, after a pause that grows;
-                one that keeps dying, or the router's death, ends the cluster with the reason
+    2  watch    a worker that dies is started again, as a new instance, after a pause that grows
+                as long as it keeps dying: the others serve meanwhile; the router's death ends the
+                cluster with the reason
     3  stop     the router drains and goes, then the workers; whoever is late is killed
 
 Knows nothing of requests or models, nor how a worker is placed. Called by ``services.cli``.
@@ -44,19 +45,17 @@ class ClusterPlan:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When a worker that died is started again, and when it is given up."""
+    """When a worker that died is started again."""
 
     first_pause_s: float = 0.2
-    max_pause_s: float = 5.0
+    max_pause_s: float = 30.0
     quick_s: float = 10.0
     """A death sooner than this after it was ready counts as another in a row."""
-    max_quick_deaths: int = 5
 
-    def pause_s(self, quick_deaths: int) -> float | None:
-        """Seconds to wait after that many quick deaths in a row; None: give up."""
-        if quick_deaths >= self.max_quick_deaths:
-            return None
-        return min(self.max_pause_s, self.first_pause_s * 2.0 ** max(0, quick_deaths - 1))
+    def pause_s(self, quick_deaths: int) -> float:
+        """Seconds to wait after that many quick deaths in a row."""
+        doublings = min(max(0, quick_deaths - 1), 32)
+        return min(self.max_pause_s, self.first_pause_s * 2.0**doublings)
 
 
 StartRouter = Callable[[str, RouterConfig], Coroutine[Any, Any, Instance]]
@@ -97,7 +96,7 @@ class Cluster:
         """Restart what dies. Returns never.
 
         Raises:
-            LaunchError: the router died, or a worker keeps dying.
+            LaunchError: the router died.
         """
         named = self._plan.names()
         await self._all([self._router_died(), *(self._keep(name, role) for name, role in named)])
@@ -141,8 +140,6 @@ class Cluster:
         while True:
             quick_deaths = quick_deaths + 1 if lived_s < self._policy.quick_s else 1
             pause_s = self._policy.pause_s(quick_deaths)
-            if pause_s is None:
-                raise LaunchError(f"{name}: died {quick_deaths} times in a row; {reason}")
             log.warning("%s: %s; starting it again in %.1f s", name, reason, pause_s)
             await asyncio.sleep(pause_s)
             try:

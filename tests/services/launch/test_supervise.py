@@ -86,18 +86,21 @@ async def test_a_worker_that_died_is_started_again() -> None:
     assert world.lives("decode-1")[1].dead.is_set()
 
 
-async def test_a_worker_that_keeps_dying_is_given_up() -> None:
+async def test_a_worker_that_keeps_dying_ends_nothing_else() -> None:
     world = World()
     await world.cluster.start()
     watching = asyncio.create_task(world.cluster.watch())
-    for life in range(5):
+    for life in range(9):
         await settle()
         world.lives("prefill-0")[life].die("out of memory")
-    with pytest.raises(LaunchError, match=r"^prefill-0: died 5 times in a row; out of memory$"):
-        await watching
+    await settle()
+    assert not watching.done()
+    assert len(world.lives("prefill-0")) == 10
+    assert not world.lives("decode-0")[0].dead.is_set()
+    watching.cancel()
 
 
-async def test_a_restart_that_fails_counts_as_a_death() -> None:
+async def test_a_restart_that_fails_is_tried_again() -> None:
     world = World()
     await world.cluster.start()
     world.launcher.refusals["prefill-0"] = ["busy"] * 3
@@ -105,9 +108,8 @@ async def test_a_restart_that_fails_counts_as_a_death() -> None:
     world.lives("prefill-0")[0].die("gone")
     await settle()
     assert len(world.lives("prefill-0")) == 2
-    world.lives("prefill-0")[1].die("gone again")
-    with pytest.raises(LaunchError, match="5 times in a row; gone again"):
-        await watching
+    assert not watching.done()
+    watching.cancel()
 
 
 async def test_the_routers_death_ends_the_cluster() -> None:
@@ -130,6 +132,6 @@ async def test_kill_ends_a_stop_that_waits() -> None:
     await asyncio.wait_for(stopping, 1.0)
 
 
-def test_pauses_grow_and_end() -> None:
-    policy = RestartPolicy(first_pause_s=0.5, max_pause_s=2.0, max_quick_deaths=5)
-    assert [policy.pause_s(n) for n in range(1, 6)] == [0.5, 1.0, 2.0, 2.0, None]
+def test_pauses_grow_up_to_a_limit() -> None:
+    policy = RestartPolicy(first_pause_s=0.5, max_pause_s=2.0)
+    assert [policy.pause_s(n) for n in (0, 1, 2, 3, 4, 5000)] == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
