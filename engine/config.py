@@ -9,11 +9,34 @@ from kvtransfer.layout import KvLayout
 
 
 @dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched to contexts longer than the first training's."""
+
+    kind: str
+    """linear, yarn (https://arxiv.org/abs/2309.00071), llama3, or divisors."""
+    factor: float = 1.0
+    """How much longer."""
+    original_positions: int = 1
+    """Context of the first training, in tokens: yarn and llama3."""
+    slow: float = 1.0
+    """Frequencies that turn less often than this within it are stretched wholly."""
+    fast: float = 32.0
+    """Frequencies that turn more often are left alone; in between, both are blended."""
+    attention_factor: float = 1.0
+    """Multiplies cosines and sines."""
+    truncate: bool = True
+    """yarn: the blend begins and ends at whole dimensions."""
+    divisors: tuple[float, ...] = ()
+    """Of each frequency, as the file gives them: [head_dim / 2]."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape and constants of a decoder-only transformer of the Llama family."""
+    """Shape and constants of a decoder-only transformer: all that sets one family apart from
+    another is data here."""
 
     family: str
-    """``llama``: the only one so far."""
+    """llama, mistral, qwen2, qwen3, gemma2 or gemma3; tells a reader, decides nothing."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -29,6 +52,39 @@ class ModelConfig:
     """The output head is the embedding matrix."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    rope_scaling: RopeScaling | None = None
+    """Of the layers without a rope base of their own."""
+    local_rope_theta: float | None = None
+    """Rope base of the layers with a window, never stretched; None: ``rope_theta``."""
+    windows: tuple[int | None, ...] = ()
+    """Of each layer: how many positions a row sees, its own included; None: all. Empty: all
+    layers see all."""
+    attention_scale: float | None = None
+    """Multiplies scores; None: head_dim ** -0.5."""
+    attention_soft_cap: float | None = None
+    """Scores s become cap * tanh(s / cap)."""
+    logits_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    activation: str = "silu"
+    """Of the gate: silu, or gelu (its tanh form)."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Of attention's output projection."""
+    mlp_bias: bool = False
+    head_norms: bool = False
+    """Every query and key head is normed before it is rotated."""
+    post_norms: bool = False
+    """What attention and MLP give is normed before it is added."""
+    norms_add_one: bool = False
+    """Norm weights are stored less one."""
+
+    def window(self, layer: int) -> int | None:
+        """See ``windows``."""
+        return self.windows[layer] if self.windows else None
+
+    def has_local_rope(self, layer: int) -> bool:
+        """Whether this layer rotates by ``local_rope_theta``."""
+        return self.local_rope_theta is not None and self.window(layer) is not None
 
     def kv_layout(self, dtype: str, block_size: int) -> KvLayout:
         """The KV layout of this model in ``dtype``, row order."""

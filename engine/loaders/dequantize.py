@@ -3,9 +3,15 @@
 Knows block formats, not files nor models. Called by ``gguf_model`` and ``hf_directory``.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from engine.loaders.gguf_file import BLOCK_SHAPES
+
+Unpack = Callable[[torch.Tensor], torch.Tensor]
 
 _VALUES_PER_PASS = 1 << 22
 """Quantised tensors are converted this many values at a time, so float32 scratch stays small."""
@@ -20,16 +26,17 @@ def to_tensor(
 
     Args:
         stored: contiguous bytes, writable as numpy sees it.
-        type_name: F32, F16, BF16, Q8_0 or Q4_1.
+        type_name: of ``gguf_file.BLOCK_SHAPES``.
         dtype: name of a torch float type. If it is the stored one, the result is a view.
     """
     wanted: torch.dtype = getattr(torch, dtype)
     if type_name in _PLAIN:
         return _plain(stored, _PLAIN[type_name]).view(shape).to(wanted)
-    unpack, block_bytes = _QUANTIZED[type_name]
+    values, block_bytes = BLOCK_SHAPES[type_name]
+    unpack = _QUANTIZED.get(type_name) or _by_library(type_name)
     blocks = torch.from_numpy(stored).view(-1, block_bytes)
-    out = torch.empty(len(blocks), 32, dtype=wanted)
-    step = _VALUES_PER_PASS // 32
+    out = torch.empty(len(blocks), values, dtype=wanted)
+    step = max(_VALUES_PER_PASS // values, 1)
     for start in range(0, len(blocks), step):
         out[start : start + step] = unpack(blocks[start : start + step])
     return out.view(shape)
@@ -58,4 +65,13 @@ def _unpack_q4_1(blocks: torch.Tensor) -> torch.Tensor:
     return torch.cat([nibbles & 15, nibbles >> 4], dim=1).float() * scale + minimum
 
 
-_QUANTIZED = {"Q8_0": (_unpack_q8_0, 34), "Q4_1": (_unpack_q4_1, 20)}
+def _by_library(type_name: str) -> Unpack:
+    """``[n, block bytes]`` -> ``[n, block values]`` float32, for the types that nothing here
+    needs fast."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[type_name]
+    return lambda blocks: torch.from_numpy(gguf.dequantize(blocks.numpy(), kind))
+
+
+_QUANTIZED: dict[str, Unpack] = {"Q8_0": _unpack_q8_0, "Q4_1": _unpack_q4_1}

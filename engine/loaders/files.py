@@ -2,7 +2,7 @@
 
 ``ModelFiles`` is the seam between formats and the rest: the router asks it for configuration,
 tokenizer and identity, the worker also for tensors. Tensors go by their canonical names, those of
-a Hugging Face Llama checkpoint, whatever the file calls them. Implemented by ``gguf_model`` and
+a Hugging Face checkpoint, whatever the file calls them. Implemented by ``gguf_model`` and
 ``hf_directory``, made by ``open``.
 """
 
@@ -102,17 +102,28 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
     yield FINAL_NORM, (hidden,)
     if not config.tied_head:
         yield HEAD, (config.vocab_size, hidden)
+    linears = {
+        "self_attn.q_proj": (q_rows, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_rows, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_rows, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_rows, config.output_bias),
+        "mlp.gate_proj": (ffn, hidden, config.mlp_bias),
+        "mlp.up_proj": (ffn, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, ffn, config.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.post_norms:
+        norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
+    if config.head_norms:
+        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        yield prefix + "input_layernorm.weight", (hidden,)
-        yield prefix + "self_attn.q_proj.weight", (q_rows, hidden)
-        yield prefix + "self_attn.k_proj.weight", (kv_rows, hidden)
-        yield prefix + "self_attn.v_proj.weight", (kv_rows, hidden)
-        yield prefix + "self_attn.o_proj.weight", (hidden, q_rows)
-        yield prefix + "post_attention_layernorm.weight", (hidden,)
-        yield prefix + "mlp.gate_proj.weight", (ffn, hidden)
-        yield prefix + "mlp.up_proj.weight", (ffn, hidden)
-        yield prefix + "mlp.down_proj.weight", (hidden, ffn)
+        for name, width in norms.items():
+            yield f"{prefix}{name}.weight", (width,)
+        for name, (outputs, inputs, has_bias) in linears.items():
+            yield f"{prefix}{name}.weight", (outputs, inputs)
+            if has_bias:
+                yield f"{prefix}{name}.bias", (outputs,)
 
 
 def check_config(config: ModelConfig, where: str) -> None:
@@ -127,6 +138,7 @@ def check_config(config: ModelConfig, where: str) -> None:
             raise CorruptModel(f"{where}: {field.name} is {value}")
         if field.type is float and not (math.isfinite(value) and value > 0):
             raise CorruptModel(f"{where}: {field.name} is {value}")
+    _check_optional(config, where)
     if config.num_heads % config.num_kv_heads:
         raise CorruptModel(
             f"{where}: {config.num_heads} query heads cannot share {config.num_kv_heads} KV heads"
@@ -140,6 +152,33 @@ def check_config(config: ModelConfig, where: str) -> None:
                 f"{where}: special token {token_id} is outside the vocabulary "
                 f"of {config.vocab_size}"
             )
+
+
+def _check_optional(config: ModelConfig, where: str) -> None:
+    """Numbers that a model may have none of."""
+    scaling = config.rope_scaling
+    numbers: dict[str, float | None] = {
+        "local_rope_theta": config.local_rope_theta,
+        "attention_scale": config.attention_scale,
+        "attention_soft_cap": config.attention_soft_cap,
+        "logits_soft_cap": config.logits_soft_cap,
+        "sliding window": next((w for w in config.windows if w is not None and w < 1), None),
+    }
+    if scaling is not None:
+        if scaling.kind == "divisors" and len(scaling.divisors) != config.head_dim // 2:
+            raise CorruptModel(
+                f"{where}: {len(scaling.divisors)} rope divisors for heads of {config.head_dim}"
+            )
+        least = min(scaling.divisors, default=1.0)
+        for name in ("factor", "original_positions", "slow", "attention_factor"):
+            numbers[f"rope scaling {name}"] = getattr(scaling, name)
+        numbers["rope scaling fast - slow"] = scaling.fast - scaling.slow
+        numbers["rope divisor"] = least if math.isfinite(sum(scaling.divisors)) else math.inf
+        if scaling.kind == "yarn" and config.rope_theta <= 1:
+            numbers["rope_theta with yarn"] = math.nan
+    for name, value in numbers.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise CorruptModel(f"{where}: {name} is {value}")
 
 
 def check_tensors(
@@ -168,6 +207,7 @@ def check_tensors(
     unknown = shapes.keys() - set(needed) - {HEAD}
     if unknown:
         raise UnsupportedModel(
-            f"{where}: tensor {min(unknown)} is not part of the llama family as supported here"
+            f"{where}: tensor {min(unknown)} is not part of the {config.family} family as "
+            "supported here"
         )
     return tuple(needed)

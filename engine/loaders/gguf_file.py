@@ -63,7 +63,17 @@ BLOCK_SHAPES: Mapping[str, BlockShape] = {
     "F16": BlockShape(1, 2),
     "BF16": BlockShape(1, 2),
     "Q8_0": BlockShape(32, 34),
+    "Q4_0": BlockShape(32, 18),
     "Q4_1": BlockShape(32, 20),
+    "Q5_0": BlockShape(32, 22),
+    "Q5_1": BlockShape(32, 24),
+    "IQ4_NL": BlockShape(32, 18),
+    "Q2_K": BlockShape(256, 84),
+    "Q3_K": BlockShape(256, 110),
+    "Q4_K": BlockShape(256, 144),
+    "Q5_K": BlockShape(256, 176),
+    "Q6_K": BlockShape(256, 210),
+    "IQ4_XS": BlockShape(256, 136),
 }
 """The tensor types that are read; the others have a name and nothing else here."""
 

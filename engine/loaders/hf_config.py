@@ -1,40 +1,27 @@
-"""config.json of a Hugging Face Llama to ``ModelConfig``. No torch.
+"""config.json of a Hugging Face model to ``ModelConfig``. No torch.
 
-What the family allows but is not computed here (biases, rope scaling, sliding windows) is refused
-by name, never ignored. Called by ``hf_directory`` and ``hf_tokenizer``.
+What a family allows but is not computed here is refused by name, never ignored. Called by
+``hf_directory``.
 """
 
-import json
-from collections.abc import Mapping
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from engine.config import ModelConfig
-from engine.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from engine.errors import CorruptModel, UnsupportedModel
+from engine.loaders.families import BY_MODEL_TYPE, Family, windows
 from engine.loaders.files import check_config
+from engine.loaders.hf_fields import Fields, read_object
+from engine.loaders.hf_rope import rope_fields
 
-_MAX_JSON_BYTES = 256 << 20
-_MUST_BE_OFF = ("attention_bias", "mlp_bias", "sliding_window", "quantization_config")
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ModelNotFound: the file cannot be read.
-        CorruptModel: it is not a JSON object.
-    """
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CorruptModel(f"{path.name} is larger than any such file")
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelNotFound(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CorruptModel(f"{path.name} is not JSON: {str(error).splitlines()[0]}") from None
-    if not isinstance(value, dict):
-        raise CorruptModel(f"{path.name} is not a JSON object")
-    return value
+_OPTIONAL = ("attention_bias", "mlp_bias", "sliding_window")
+_MUST_BE_OFF = ("quantization_config", "use_bidirectional_attention")
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+}
 
 
 def config_from_json(directory: Path) -> ModelConfig:
@@ -44,117 +31,132 @@ def config_from_json(directory: Path) -> ModelConfig:
         UnsupportedModel: another family, or a feature that is not computed here.
         CorruptModel: fields are missing, of the wrong type, or impossible.
     """
-    fields = _Fields(read_object(directory / "config.json"), f"{directory.name}/config.json")
-    _refuse_variants(fields)
+    fields = Fields(read_object(directory / "config.json"), f"{directory.name}/config.json")
+    family = _family(fields)
     hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if num_heads < 1:
         raise CorruptModel(f"{fields.where}: num_attention_heads is {num_heads}")
     eos = fields.token_ids("eos_token_id")
     generation = directory / "generation_config.json"
     if generation.is_file():
-        more = _Fields(read_object(generation), f"{directory.name}/{generation.name}")
+        more = Fields(read_object(generation), f"{directory.name}/{generation.name}")
         eos = tuple(dict.fromkeys((*eos, *more.token_ids("eos_token_id"))))
     bos = fields.token_ids("bos_token_id")
+    rope = rope_fields(fields, family)
     config = ModelConfig(
-        family="llama",
+        family=family.name,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", hidden // num_heads),
-        max_positions=fields.integer("max_position_embeddings", 2048),
-        rope_theta=_rope_theta(fields),
+        head_dim=fields.integer("head_dim", family.head_dim or hidden // num_heads),
+        max_positions=rope.max_positions,
+        rope_theta=rope.theta,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tied_head=fields.flag("tie_word_embeddings", False),
+        tied_head=fields.flag("tie_word_embeddings", family.is_gemma),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
+        rope_scaling=rope.scaling,
+        local_rope_theta=rope.local_theta,
+        activation=_activation(fields, family),
+        **_biases(fields, family),
+        head_norms=family.head_norms,
     )
+    config = dataclasses.replace(config, windows=_windows(fields, family, config.num_layers))
+    if family.is_gemma:
+        config = dataclasses.replace(config, **_gemma(fields, family, config))
     check_config(config, fields.where)
     return config
 
 
-class _Fields:
-    """Typed access to a JSON object. A null counts as absent."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values = values
-        self.where = where
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._wrong_type(name, "an integer")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong_type(name, "a number")
-        try:
-            return float(value)
-        except OverflowError:
-            raise self._wrong_type(name, "a number of ordinary size") from None
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._value(name, default)
-        if not isinstance(value, bool):
-            raise self._wrong_type(name, "a boolean")
-        return value
-
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """One id, a list of them, or nothing."""
-        value = self.values.get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-            raise self._wrong_type(name, "a token id or a list of them")
-        return tuple(ids)
-
-    def section(self, name: str) -> "_Fields":
-        value = self._value(name, {})
-        if not isinstance(value, dict):
-            raise self._wrong_type(name, "an object")
-        return _Fields(value, f"{self.where}: {name}")
-
-    def _value(self, name: str, default: object) -> object:
-        value = self.values.get(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise CorruptModel(f"{self.where}: {name} is missing")
-        return value
-
-    def _wrong_type(self, name: str, wanted: str) -> CorruptModel:
-        return CorruptModel(f"{self.where}: {name} is not {wanted}")
-
-
-def _refuse_variants(fields: _Fields) -> None:
-    family = fields.values.get("model_type")
-    if family != "llama":
+def _family(fields: Fields) -> Family:
+    """Raises: UnsupportedModel: none of the table, or with something that is not computed."""
+    model_type = fields.values.get("model_type")
+    family = BY_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
         raise UnsupportedModel(
-            f"{fields.where}: models of the family {family!r:.80} are not supported, only llama"
+            f"{fields.where}: models of the family {model_type!r:.80} are not supported, only "
+            + ", ".join(BY_MODEL_TYPE)
         )
-    architectures = fields.values.get("architectures") or ["LlamaForCausalLM"]
-    if architectures != ["LlamaForCausalLM"]:
+    architectures = fields.values.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
         raise UnsupportedModel(
-            f"{fields.where}: architectures is {architectures!r:.80}, not ['LlamaForCausalLM']"
+            f"{fields.where}: architectures is {architectures!r:.80}, not {[family.architecture]}"
         )
-    for name in _MUST_BE_OFF:
+    foreign = (name for name in _OPTIONAL if name not in family.optional)
+    for name in (*_MUST_BE_OFF, *foreign):
         if fields.values.get(name):
             raise UnsupportedModel(f"{fields.where}: {name} is not supported")
-    if (activation := fields.values.get("hidden_act") or "silu") != "silu":
-        raise UnsupportedModel(f"{fields.where}: hidden_act {activation!r:.40} is not supported")
+    return family
 
 
-def _rope_theta(fields: _Fields) -> float:
-    """Base of the rotary frequencies, from any of the places where it has been written."""
-    parameters, scaling = fields.section("rope_parameters"), fields.section("rope_scaling")
-    for section in (parameters, scaling):
-        kind = section.values.get("rope_type") or section.values.get("type") or "default"
-        if kind != "default":
-            raise UnsupportedModel(f"{fields.where}: rope scaling {kind!r:.40} is not supported")
-    for section in (fields, parameters, scaling):
-        if section.number("partial_rotary_factor", 1.0) != 1.0:
-            raise UnsupportedModel(f"{fields.where}: partial rotary embedding is not supported")
-    return parameters.number("rope_theta", fields.number("rope_theta", 10000.0))
+def _activation(fields: Fields, family: Family) -> str:
+    name = "hidden_activation" if family.is_gemma else "hidden_act"
+    # Gemma's first files say gelu and mean its tanh form.
+    value = fields.values.get(name) or ("gelu_pytorch_tanh" if family.is_gemma else "silu")
+    if value not in _ACTIVATIONS:
+        raise UnsupportedModel(f"{fields.where}: {name} {value!r:.40} is not supported")
+    return _ACTIVATIONS[value]
+
+
+def _biases(fields: Fields, family: Family) -> dict[str, Any]:
+    """Names of ``ModelConfig``'s fields; what the family does not allow has been refused."""
+    attention = fields.flag("attention_bias", False)
+    return {
+        "qkv_bias": attention or family.qkv_bias,
+        "output_bias": attention,
+        "mlp_bias": fields.flag("mlp_bias", False),
+    }
+
+
+def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    if "sliding_window" not in family.optional:
+        return ()
+    # A null is no window; only where the name is absent does the family's own number count.
+    if "sliding_window" in fields.values and fields.values["sliding_window"] is None:
+        return ()
+    if family.has_window_switch and not fields.flag("use_sliding_window", False):
+        return ()
+    window = fields.integer("sliding_window", family.window)
+    types = fields.texts("layer_types") if family.has_layer_types else []
+    if types:
+        if len(types) != num_layers:
+            raise CorruptModel(f"{fields.where}: {len(types)} layer_types, {num_layers} layers")
+        kinds = {"sliding_attention": window, "full_attention": None}
+        if unknown := set(types) - kinds.keys():
+            raise UnsupportedModel(f"{fields.where}: layer type {min(unknown)!r:.40}")
+        return tuple(kinds[kind] for kind in types)
+    if family.full_every is not None:
+        every = fields.integer("sliding_window_pattern", family.full_every)
+        if every < 1:
+            raise CorruptModel(f"{fields.where}: sliding_window_pattern is {every}")
+        family = dataclasses.replace(family, full_every=every)
+    listed = windows(family, num_layers, window)
+    if family.has_window_switch:
+        first = fields.integer("max_window_layers", 28)
+        return tuple(window if i >= first else None for i in range(len(listed)))
+    return listed
+
+
+def _gemma(fields: Fields, family: Family, config: ModelConfig) -> dict[str, Any]:
+    """Names of ``ModelConfig``'s fields."""
+    scalar = fields.number("query_pre_attn_scalar", 256.0)
+    if not scalar > 0:
+        raise CorruptModel(f"{fields.where}: query_pre_attn_scalar is {scalar}")
+    caps = {
+        "attention_soft_cap": ("attn_logit_softcapping", family.attention_soft_cap),
+        "logits_soft_cap": ("final_logit_softcapping", family.logits_soft_cap),
+    }
+    return {
+        # A null is no cap.
+        **{
+            field: fields.optional_number(name) if name in fields.values else default
+            for field, (name, default) in caps.items()
+        },
+        "attention_scale": None if scalar == config.head_dim else scalar**-0.5,
+        "embedding_scale": float(config.hidden_size) ** 0.5,
+        "post_norms": True,
+        "norms_add_one": True,
+    }

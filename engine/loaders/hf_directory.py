@@ -1,4 +1,4 @@
-"""A Llama model in a Hugging Face directory: config.json beside *.safetensors. No torch at import.
+"""A model in a Hugging Face directory: config.json beside *.safetensors. No torch at import.
 
 Called by ``open``.
 """
@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from engine.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from engine.loaders.files import ModelFiles, check_tensors
-from engine.loaders.hf_config import config_from_json, read_object
+from engine.loaders.hf_config import config_from_json
+from engine.loaders.hf_fields import read_object
 from engine.loaders.hf_tokenizer import TOKENIZER_FILES, tokenizer_from_directory
 from engine.loaders.safetensors_file import SafeTensor, SafetensorsFile
 from engine.tokenizer import Tokenizer

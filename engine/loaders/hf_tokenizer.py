@@ -13,7 +13,7 @@ import tokenizers
 
 from engine.config import ModelConfig
 from engine.errors import CorruptModel, ModelNotFound, UnsupportedModel
-from engine.loaders.hf_config import read_object
+from engine.loaders.hf_fields import read_object
 from engine.tokenizer import (
     SubwordTokenizer,
     TokenizerTraits,

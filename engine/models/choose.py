@@ -12,8 +12,8 @@ import torch
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import UnsupportedModel
 from engine.loaders.files import ModelFiles
+from engine.models.decoder import Decoder
 from engine.models.interface import StepModel
-from engine.models.llama import Llama
 from engine.models.on_native import FileWeights, NativeModel
 from engine.models.on_torch import TorchModel
 from engine.ops.cpu.build import NativeUnavailable, library
@@ -25,7 +25,7 @@ from kvtransfer.layout import KvLayout
 
 log = logging.getLogger(__name__)
 
-Weights = PackedWeights | Llama
+Weights = PackedWeights | Decoder
 """A model's weights in memory. Nothing writes to them: processes may share them."""
 
 
@@ -68,7 +68,7 @@ def read_weights(config: EngineConfig, files: ModelFiles) -> Weights:
     if choice.is_native:
         return PackedWeights(files.config, FileWeights(files), choice.recipe.weights)
     with torch.inference_mode():
-        return Llama(files.config, files, TorchCpuOps(), choice.recipe.dtype)
+        return Decoder(files.config, files, TorchCpuOps(), choice.recipe.dtype)
 
 
 def build(weights: Weights, config: ModelConfig, threads: int, max_context: int) -> StepModel:

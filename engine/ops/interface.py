@@ -23,8 +23,9 @@ Prepared = TypeVar("Prepared")
 class Ops(Protocol[Prepared]):
     """Operations of a decoder. Activations are ``[rows, ...]`` in the model's dtype."""
 
-    def pack_linear(self, weight: Tensor) -> Linear:
-        """``weight``: ``[out, in]``. It may be repacked; the caller should drop its own."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """``weight``: ``[out, in]``; ``bias``: ``[out]``. Repacked perhaps; the caller should drop
+        its own."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,17 +45,33 @@ class Ops(Protocol[Prepared]):
         """``[rows, 2 * n] -> [rows, n]``: silu of the first half times the second."""
         ...
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """``[rows, 2 * n] -> [rows, n]``: tanh GELU of the first half times the second."""
+        ...
+
     def prepare_attention(self, batch: Batch, layout: KvLayout, num_heads: int) -> Prepared:
         """Once a step, on the host. ``num_heads``: query heads."""
         ...
 
-    def attention(self, queries: Tensor, layer: Tensor, prepared: Prepared) -> Tensor:
+    def attention(
+        self,
+        queries: Tensor,
+        layer: Tensor,
+        prepared: Prepared,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
         """Causal attention of every row over its own sequence's blocks, grouped queries.
 
         Args:
             queries: ``[rows, num_heads, head_dim]``.
             layer: the KV of one layer, ``[num_blocks, 2, block_size, num_kv_heads, head_dim]``;
                 that of the batch's own rows is already in it.
+            scale: multiplies scores; None: head_dim ** -0.5.
+            window: positions that a row sees, its own included; None: all.
+            soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap); None: they stay.
 
         Returns:
             ``[rows, num_heads * head_dim]``.

@@ -14,8 +14,9 @@ from kvtransfer.layout import KvLayout
 class ReferenceOps:
     """Implements ``engine.ops.interface.Ops``."""
 
-    def pack_linear(self, weight: Tensor) -> Linear:
-        return lambda x: (x.float() @ weight.float().T).to(x.dtype)
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        added = torch.zeros(len(weight)) if bias is None else bias.float()
+        return lambda x: (x.float() @ weight.float().T + added).to(x.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -32,10 +33,24 @@ class ReferenceOps:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+        return (0.5 * gate * (1 + inner.tanh()) * up).to(gate_up.dtype)
+
     def prepare_attention(self, batch: Batch, layout: KvLayout, num_heads: int) -> Batch:
         return batch
 
-    def attention(self, queries: Tensor, layer: Tensor, prepared: Batch) -> Tensor:
+    def attention(
+        self,
+        queries: Tensor,
+        layer: Tensor,
+        prepared: Batch,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
         num_rows, num_heads, head_dim = queries.shape
         output = torch.empty_like(queries)
         for span in prepared.spans:
@@ -45,9 +60,15 @@ class ReferenceOps:
             rows = slice(span.first_row, span.first_row + span.num_rows)
             group = num_heads // keys.shape[1]
             position = torch.arange(span.start, span.end).unsqueeze(1)
-            hidden = torch.arange(span.end) > position
+            at = torch.arange(span.end)
+            hidden = at > position
+            if window is not None:
+                hidden |= at <= position - window
             for head in range(num_heads):
-                scores = queries[rows, head].float() @ keys[:, head // group].T / head_dim**0.5
+                scores = queries[rows, head].float() @ keys[:, head // group].T
+                scores = scores * (head_dim**-0.5 if scale is None else scale)
+                if soft_cap is not None:
+                    scores = soft_cap * (scores / soft_cap).tanh()
                 shares = scores.masked_fill(hidden, float("-inf")).softmax(-1)
                 output[rows, head] = (shares @ values[:, head // group]).to(queries.dtype)
         return output.view(num_rows, -1)

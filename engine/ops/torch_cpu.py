@@ -10,7 +10,8 @@ Knows nothing of models. Implements ``engine.ops.interface.Ops``.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,13 @@ TILE_ROWS = 64
 MOST_PADDING = 1.25
 
 
+class Scoring(NamedTuple):
+    """What a layer does to scores."""
+
+    scale: float
+    soft_cap: float | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeGroup:
     """Single rows of several sequences, attended at once."""
@@ -37,6 +45,8 @@ class DecodeGroup:
     """[sequences * num_kv_heads * width]: rows of the layer seen as [-1, head_dim]."""
     width: int
     """Longest context in the group."""
+    positions: Tensor
+    """[sequences * num_kv_heads, 1, 1]: of the rows."""
     mask: Tensor
     """[sequences * num_kv_heads, 1, width]: 0 or -inf, in the cache's dtype."""
 
@@ -50,6 +60,8 @@ class Tile:
     """Rows of the batch."""
     width: int
     """Context up to the last row, itself included."""
+    positions: Tensor
+    """[1, rows * heads per KV head, 1]: of the rows."""
     mask: Tensor
     """[1, rows * heads per KV head, width]: 0 or -inf, in the cache's dtype."""
 
@@ -70,21 +82,36 @@ class PreparedAttention:
 
     decode_groups: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
+    windowed: dict[int, "PreparedAttention"] = field(default_factory=dict)
+    """The same under windows, each made by the first layer that has it."""
+
+    def within(self, window: int | None) -> "PreparedAttention":
+        """The same for layers that see ``window`` positions."""
+        if window is None:
+            return self
+        if window not in self.windowed:
+            groups = tuple(_windowed(group, window) for group in self.decode_groups)
+            chunks = tuple(
+                replace(chunk, tiles=tuple(_windowed(tile, window) for tile in chunk.tiles))
+                for chunk in self.chunks
+            )
+            self.windowed[window] = PreparedAttention(groups, chunks)
+        return self.windowed[window]
 
 
 class TorchCpuOps:
     """Implements ``engine.ops.interface.Ops``."""
 
-    def pack_linear(self, weight: Tensor) -> Linear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         bfloat16 = weight.dtype == torch.bfloat16
         if not torch.backends.mkldnn.is_available() or (
             bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
         ):
-            return lambda x: F.linear(x, weight)
+            return lambda x: F.linear(x, weight, bias)
         # Blocked once for the matrix kernels: up to twice as fast as F.linear on every shape.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TILE_ROWS)
         product = torch.ops.mkldnn._linear_pointwise.default
-        return lambda x: product(x, packed, None, "none", [], "")
+        return lambda x: product(x, packed, bias, "none", [], "")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -100,6 +127,10 @@ class TorchCpuOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
     def prepare_attention(
         self, batch: Batch, layout: KvLayout, num_heads: int
     ) -> PreparedAttention:
@@ -111,12 +142,23 @@ class TorchCpuOps:
             tuple(_chunk(span, layout, heads_per_kv) for span in longer),
         )
 
-    def attention(self, queries: Tensor, layer: Tensor, prepared: PreparedAttention) -> Tensor:
+    def attention(
+        self,
+        queries: Tensor,
+        layer: Tensor,
+        prepared: PreparedAttention,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
         output = torch.empty_like(queries)
-        for group in prepared.decode_groups:
-            _attend_group(queries, layer, group, output)
-        for chunk in prepared.chunks:
-            _attend_chunk(queries, layer, chunk, output)
+        scoring = Scoring(queries.shape[-1] ** -0.5 if scale is None else scale, soft_cap)
+        seen = prepared.within(window)
+        for group in seen.decode_groups:
+            _attend_group(queries, layer, group, scoring, output)
+        for chunk in seen.chunks:
+            _attend_chunk(queries, layer, chunk, scoring, output)
         return output.flatten(1)
 
 
@@ -152,14 +194,26 @@ def _mask(hidden: Tensor, layout: KvLayout) -> Tensor:
     return zeros.masked_fill_(hidden, float("-inf"))
 
 
+Masked = TypeVar("Masked", DecodeGroup, Tile)
+
+
+def _windowed(part: Masked, window: int) -> Masked:
+    """The same rows, seeing no more than ``window`` positions: what is before is masked, though
+    still gathered."""
+    before = torch.arange(part.width) <= part.positions - window
+    return replace(part, mask=part.mask.masked_fill(before, float("-inf")))
+
+
 def _decode_group(spans: list[Span], layout: KvLayout) -> DecodeGroup:
     width = max(span.end for span in spans)
-    ends = torch.tensor([span.end for span in spans]).repeat_interleave(layout.num_kv_heads)
+    starts = torch.tensor([span.start for span in spans]).repeat_interleave(layout.num_kv_heads)
+    positions = starts.view(-1, 1, 1)
     return DecodeGroup(
         rows=torch.tensor([span.first_row for span in spans]),
         head_rows=_head_rows(spans, width, layout),
         width=width,
-        mask=_mask(torch.arange(width) >= ends.view(-1, 1, 1), layout),
+        positions=positions,
+        mask=_mask(torch.arange(width) > positions, layout),
     )
 
 
@@ -167,11 +221,12 @@ def _chunk(span: Span, layout: KvLayout, heads_per_kv: int) -> Chunk:
     tiles = []
     for first in range(0, span.num_rows, TILE_ROWS):
         stop = min(first + TILE_ROWS, span.num_rows)
-        position = torch.arange(span.start + first, span.start + stop)
+        at = torch.arange(span.start + first, span.start + stop)
+        positions = at.repeat_interleave(heads_per_kv).view(1, -1, 1)
         width = span.start + stop
-        hidden = torch.arange(width) > position.repeat_interleave(heads_per_kv).view(1, -1, 1)
-        mask = _mask(hidden, layout)
-        tiles.append(Tile(span.first_row + first, span.first_row + stop, width, mask))
+        mask = _mask(torch.arange(width) > positions, layout)
+        rows = (span.first_row + first, span.first_row + stop)
+        tiles.append(Tile(*rows, width, positions, mask))
     return Chunk(_head_rows([span], span.end, layout), span.end, tuple(tiles))
 
 
@@ -184,22 +239,31 @@ def _gather(layer: Tensor, head_rows: Tensor, width: int) -> tuple[Tensor, Tenso
     return keys.view(-1, width, head_dim), values.view(-1, width, head_dim)
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring
+) -> Tensor:
     """``[n, q, head_dim] x [n, k, head_dim] -> [n, q, head_dim]``."""
-    scale = queries.shape[-1] ** -0.5
-    scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
+    if scoring.soft_cap is None:
+        scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scoring.scale)
+    else:
+        scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(scoring.scale / scoring.soft_cap)
+        scores = scores.tanh_().mul_(scoring.soft_cap).add_(mask)
     return torch.bmm(scores.softmax(-1), values)
 
 
-def _attend_group(queries: Tensor, layer: Tensor, group: DecodeGroup, output: Tensor) -> None:
+def _attend_group(
+    queries: Tensor, layer: Tensor, group: DecodeGroup, scoring: Scoring, output: Tensor
+) -> None:
     _, num_heads, head_dim = queries.shape
     keys, values = _gather(layer, group.head_rows, group.width)
     mine = queries.index_select(0, group.rows).view(keys.shape[0], -1, head_dim)
-    attended = _attend(mine, keys, values, group.mask)
+    attended = _attend(mine, keys, values, group.mask, scoring)
     output.index_copy_(0, group.rows, attended.view(-1, num_heads, head_dim))
 
 
-def _attend_chunk(queries: Tensor, layer: Tensor, chunk: Chunk, output: Tensor) -> None:
+def _attend_chunk(
+    queries: Tensor, layer: Tensor, chunk: Chunk, scoring: Scoring, output: Tensor
+) -> None:
     _, num_heads, head_dim = queries.shape
     keys, values = _gather(layer, chunk.head_rows, chunk.width)
     num_kv_heads = keys.shape[0]
@@ -211,6 +275,7 @@ def _attend_chunk(queries: Tensor, layer: Tensor, chunk: Chunk, output: Tensor) 
             keys[:, : tile.width],
             values[:, : tile.width],
             tile.mask,
+            scoring,
         )
         by_row = attended.view(mine.shape).transpose(0, 1)
         output[tile.first : tile.stop].view(shape).copy_(by_row)

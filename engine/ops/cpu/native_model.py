@@ -24,6 +24,7 @@ from engine.ops.cpu import bindings
 from engine.ops.cpu.build import NativeUnavailable, library
 from engine.ops.cpu.instruction_sets import InstructionSet
 from engine.ops.cpu.weights import PackedWeights
+from engine.ops.rope import Rope
 from kvtransfer.layout import KvLayout
 
 CACHE_KINDS = {
@@ -272,7 +273,5 @@ def rope_tables(
     config: ModelConfig, max_positions: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Cosines and sines, [max_positions, head_dim / 2] each, computed as the torch model does."""
-    even = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-    inverse_frequencies = 1.0 / config.rope_theta ** (even / config.head_dim)
-    angles = torch.arange(max_positions).float().unsqueeze(1) * inverse_frequencies
-    return angles.cos().numpy(), angles.sin().numpy()
+    cosines, sines = Rope(config).angles(torch.arange(max_positions))
+    return cosines.numpy(), sines.numpy()

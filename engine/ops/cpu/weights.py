@@ -164,11 +164,14 @@ def _stacked(parts: list[npt.NDArray[T]], plan: MatrixPlan) -> npt.NDArray[T]:
 
 
 def check_shapes(config: ModelConfig) -> None:
-    """Refuse what the kernels do not multiply.
+    """Refuse what the kernels do not compute.
 
     Raises:
-        UnsupportedModel: names the first such number.
+        UnsupportedModel: names the first such number or feature.
     """
+    for name, is_there in _foreign_features(config).items():
+        if is_there:
+            raise UnsupportedModel(f"native kernels: no {name}; the torch path serves it")
     if config.head_dim % HEAD_DIM_STEP or config.head_dim > LARGEST_HEAD_DIM:
         raise UnsupportedModel(
             f"native kernels: head_dim {config.head_dim} is not a multiple of {HEAD_DIM_STEP} "
@@ -185,3 +188,18 @@ def check_shapes(config: ModelConfig) -> None:
                 f"native kernels: {name} {width} is not a multiple of {INPUT_STEP}; "
                 "the torch path serves it"
             )
+
+
+def _foreign_features(config: ModelConfig) -> dict[str, bool]:
+    """What the kernels have no code for, and whether the model has it."""
+    return {
+        "biases": config.qkv_bias or config.output_bias or config.mlp_bias,
+        "norms of heads": config.head_norms,
+        "norms after attention and MLP": config.post_norms,
+        "norm weights less one": config.norms_add_one,
+        "sliding windows": any(config.windows),
+        "soft caps": bool(config.attention_soft_cap or config.logits_soft_cap),
+        "scaled embeddings": config.embedding_scale != 1.0,
+        "other scale of scores": config.attention_scale is not None,
+        f"{config.activation} in the MLP": config.activation != "silu",
+    }

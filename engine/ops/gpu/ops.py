@@ -66,8 +66,8 @@ class GpuOps:
         self._kv_format = kv_format
         self._num_splits = num_splits
 
-    def pack_linear(self, weight: Tensor) -> Linear:
-        return lambda x: F.linear(x, weight)
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return lambda x: F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)
@@ -91,7 +91,6 @@ class GpuOps:
         return activation.silu_mul(gate_up)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """``[rows, 2 * n] -> [rows, n]``: tanh GELU of the first half times the second."""
         return activation.gelu_mul(gate_up)
 
     def prepare_attention(
@@ -129,8 +128,7 @@ class GpuOps:
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> Tensor:
-        """Beyond the seam: another ``scale`` than head_dim ** -0.5; a ``window`` of positions, a
-        row's own included; scores softly capped at ``soft_cap``; quantised KV."""
+        """Beyond the seam: quantised KV."""
         num_rows, num_heads, head_dim = queries.shape
         output = queries.new_empty((num_rows, num_heads, head_dim))
         kv = _view(layer)

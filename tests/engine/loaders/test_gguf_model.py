@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.errors import CorruptModel, ModelError, UnsupportedModel
+from engine.loaders.dequantize import to_tensor
 from engine.loaders.gguf_model import GgufModel
 from engine.loaders.open import open_model
 from tests.engine.loaders.llama_files import (
@@ -71,7 +72,9 @@ def test_general_name_is_the_id_if_it_can_be(tmp_path: Path, name: str | None) -
     assert open_model(str(path)).model_id == (name or "some-Model")
 
 
-@pytest.mark.parametrize("type_name", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize(
+    "type_name", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
+)
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_tensor_has_the_stored_values(tmp_path: Path, type_name: str, tied: bool) -> None:
     weights = random_weights(tied=tied)
@@ -132,11 +135,15 @@ def test_large_tensors_are_converted_in_passes(
 @pytest.mark.parametrize(
     ("keys", "error", "reason"),
     [
-        ({"general.architecture": "qwen2"}, UnsupportedModel, "family 'qwen2'"),
-        ({"llama.rope.scaling.type": "linear"}, UnsupportedModel, "rope scaling"),
-        ({"llama.rope.scale_linear": 4.0}, UnsupportedModel, "rope scaling"),
+        ({"general.architecture": "phi3"}, UnsupportedModel, "family 'phi3'"),
+        (
+            {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0},
+            UnsupportedModel,
+            "rope scaling 'longrope'",
+        ),
+        ({"llama.rope.scale_linear": -4.0}, CorruptModel, "rope scaling factor is -4"),
         ({"llama.expert_count": 8}, UnsupportedModel, "experts"),
-        ({"llama.attention.sliding_window": 64}, UnsupportedModel, "sliding-window"),
+        ({"llama.attention.sliding_window": "a"}, CorruptModel, "sliding_window is not an integer"),
         ({"llama.rope.dimension_count": 8}, UnsupportedModel, "dimension_count"),
         ({"llama.attention.value_length": 8}, UnsupportedModel, "value_length"),
         ({"split.count": 2}, UnsupportedModel, "split"),
@@ -165,9 +172,24 @@ def test_what_keys_are_refused(
     assert "a.gguf" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("type_name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
+def test_types_that_no_library_writes(tmp_path: Path, type_name: str) -> None:
+    """Random bytes stand for blocks; scales that are no numbers are made some."""
+    kind = gguf.GGMLQuantizationType[type_name]
+    values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(1)
+    stored = draw.integers(0, 256, (FFN, 256 // values * num_bytes), np.uint8)
+    # An fp16 whose exponent is not all ones, wherever the type keeps its scales.
+    stored &= 0xBF
+    expected = torch.from_numpy(gguf.dequantize(stored, kind))
+    assert expected.isfinite().all() and expected.std() > 0
+    got = to_tensor(stored.reshape(-1), type_name, (FFN, 256), "float32")
+    assert torch.equal(got, expected)
+
+
 def test_unsupported_type_is_named(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "a.gguf", random_weights(), {UP_PROJ: "Q5_0"})
-    with pytest.raises(UnsupportedModel, match=r"blk\.0\.ffn_up\.weight is of type Q5_0"):
+    path = write_gguf(tmp_path / "a.gguf", random_weights(), {UP_PROJ: "MXFP4"})
+    with pytest.raises(UnsupportedModel, match=r"blk\.0\.ffn_up\.weight is of type MXFP4"):
         open_model(str(path))
 
 

@@ -118,16 +118,31 @@ def test_identity(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "reason"),
     [
-        ({"model_type": "mistral"}, UnsupportedModel, "family 'mistral'"),
+        ({"model_type": "phi3"}, UnsupportedModel, "family 'phi3'"),
         ({"model_type": None}, UnsupportedModel, "family None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, UnsupportedModel, "architectures"),
-        ({"attention_bias": True}, UnsupportedModel, "attention_bias"),
-        ({"mlp_bias": True}, UnsupportedModel, "mlp_bias"),
+        ({"attention_bias": True}, CorruptModel, r"q_proj\.bias is missing"),
+        ({"mlp_bias": True}, CorruptModel, r"gate_proj\.bias is missing"),
         ({"sliding_window": 4096}, UnsupportedModel, "sliding_window"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModel, "quantization_config"),
         ({"hidden_act": "gelu"}, UnsupportedModel, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, UnsupportedModel, "'linear'"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, UnsupportedModel, "'llama3'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, UnsupportedModel, "'longrope'"),
+        ({"rope_parameters": {"rope_type": 3}}, CorruptModel, "rope_type is not a string"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, CorruptModel, "factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, CorruptModel, "factor is 0"),
+        (
+            {
+                "rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4}
+                | {"high_freq_factor": 4}
+            },
+            CorruptModel,
+            "fast - slow is 0",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 0}},
+            CorruptModel,
+            "original_max_position_embeddings is 0",
+        ),
         ({"partial_rotary_factor": 0.5}, UnsupportedModel, "partial rotary"),
         ({"rope_scaling": "linear"}, CorruptModel, "rope_scaling is not an object"),
         ({"vocab_size": None}, CorruptModel, "vocab_size is missing"),

@@ -10,7 +10,7 @@ import torch
 from engine.kv.cache import PagedKvCache
 from engine.loaders.files import ModelFiles
 from engine.loaders.open import open_model
-from engine.models.llama import Llama
+from engine.models.decoder import Decoder
 from engine.ops.batch import make_batch
 from engine.ops.reference import ReferenceOps
 from engine.ops.torch_cpu import TorchCpuOps
@@ -42,7 +42,7 @@ class Bench:
     """One model of ours with a cache, asked for the logits of every row."""
 
     def __init__(self, files: ModelFiles, ops: str = "torch", dtype: str = "float32") -> None:
-        self._model = Llama(files.config, files, OPS[ops](), dtype)
+        self._model = Decoder(files.config, files, OPS[ops](), dtype)
         self.cache = PagedKvCache(files.config.kv_layout(dtype, BLOCK_SIZE), NUM_BLOCKS)
         self.layers: list[int] = []
 

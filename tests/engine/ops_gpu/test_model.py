@@ -12,7 +12,7 @@ import torch
 
 from engine.kv.cache import PagedKvCache
 from engine.loaders.open import open_model
-from engine.models.llama import Llama
+from engine.models.decoder import Decoder
 from engine.ops.batch import make_batch
 from engine.ops.gpu.ops import GpuOps
 from engine.ops.reference import ReferenceOps
@@ -38,7 +38,7 @@ def demo_gguf() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-def step(model: Llama, cache: PagedKvCache, tokens: list[int], start: int, ends: bool) -> int:
+def step(model: Decoder, cache: PagedKvCache, tokens: list[int], start: int, ends: bool) -> int:
     """One chunk of a sequence; the greedy token after it, if that is wanted."""
     scheduled = ScheduledSequence("r", tuple(tokens), start, BLOCK_TABLE, ends, GREEDY)
     batch = make_batch((scheduled,), cache.layout.block_size)
@@ -54,7 +54,7 @@ def test_the_demo_model_answers_as_the_golden() -> None:
     prompt, expected = golden["prompt_token_ids"], golden["output_token_ids"][:NUM_TOKENS]
     files = open_model(demo_gguf())
     with torch.inference_mode():
-        model = Llama(files.config, files, GpuOps(DEVICE, num_splits=2), "float32")
+        model = Decoder(files.config, files, GpuOps(DEVICE, num_splits=2), "float32")
         cache = PagedKvCache(files.config.kv_layout("float32", 16), 8)
         step(model, cache, prompt[:5], 0, ends=False)
         output = [step(model, cache, prompt[5:], 5, ends=True)]
