@@ -21,6 +21,15 @@ from engine.errors import InvalidRequest
 from engine.tokenizer import Tokenizer
 
 _FIELD = "messages"
+_CUT = "\ue000cut here\ue001"
+"""Marks where a message that is continued ends; private-use characters that no text should hold."""
+RESERVED_NAMES = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("bos_token", "eos_token", "strftime_now", "raise_exception"),
+    }
+)
+"""What a template reads from us, never from the arguments that a client adds."""
 
 
 def encode_chat(
@@ -28,7 +37,9 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a chat. BOS is there if the template writes it, and then once.
 
@@ -42,7 +53,9 @@ def encode_chat(
         bos_token=_spelling(tokenizer, bos),
         eos_token=_spelling(tokenizer, eos[0] if eos else None),
         add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
         tools=tools,
+        template_kwargs=template_kwargs,
     )
     return tokenizer.encode(text, add_special_tokens=False, field=_FIELD)
 
@@ -54,7 +67,9 @@ def render_chat(
     bos_token: str,
     eos_token: str,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
     now: datetime.datetime | None = None,
 ) -> str:
     """The chat as text, special tokens by name.
@@ -62,6 +77,9 @@ def render_chat(
     Args:
         template: jinja2 source as in tokenizer_config.json.
         add_generation_prompt: end with the beginning of an answer.
+        continue_final_message: end where the last message's content ends, so that the answer goes
+            on with it; no beginning of an answer is added then.
+        template_kwargs: more names for the template; none of ``RESERVED_NAMES``.
         now: what ``strftime_now`` formats; None: the local time.
 
     Raises:
@@ -71,12 +89,16 @@ def render_chat(
         raise InvalidRequest(_FIELD, "this model has no chat template; send a prompt instead")
     if not messages:
         raise InvalidRequest(_FIELD, "there are none; send at least one")
+    shown = list(messages)
+    if continue_final_message:
+        shown[-1] = {**shown[-1], "content": shown[-1]["content"] + _CUT}
     try:
-        return _compile(template).render(
-            messages=list(messages),
+        text = _compile(template).render(
+            **(template_kwargs or {}),
+            messages=shown,
             tools=tools,
             documents=None,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
             bos_token=bos_token,
             eos_token=eos_token,
             strftime_now=(now or datetime.datetime.now()).strftime,
@@ -85,6 +107,12 @@ def render_chat(
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InvalidRequest(_FIELD, f"the model's chat template failed: {reason:.300}") from error
+    if not continue_final_message:
+        return text
+    whole, mark, _ = text.rpartition(_CUT)
+    if not mark:
+        raise InvalidRequest(_FIELD, "the model's chat template does not write the last message")
+    return whole
 
 
 def _spelling(tokenizer: Tokenizer, token_id: int | None) -> str:

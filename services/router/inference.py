@@ -7,7 +7,7 @@ Mounted by ``app``.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NoReturn
 
 import grpc
@@ -15,14 +15,19 @@ import grpc
 from engine.request import Guide
 from protos import inference_pb2 as public
 from protos import inference_pb2_grpc
-from services.router.intake import (
+from services.router.chats import (
+    MAX_CALLS,
+    MAX_TOOLS,
     Chat,
     ChatTurn,
-    Prompt,
-    RawRequest,
-    check_client_id,
+    Tool,
+    ToolCall,
+    check_count,
     check_number_of_messages,
+    check_tools,
+    parse_object,
 )
+from services.router.intake import Prompt, RawRequest, check_client_id
 from services.router.sampling import RawSampling, Spelling
 from services.router.served_model import ServedModel
 from services.router.serving import Answer, Serving
@@ -231,10 +236,34 @@ def _prompt(request: public.GenerateRequest | public.TokenizeRequest) -> tuple[P
         case "prompt_token_ids":
             return request.prompt_token_ids.ids, "prompt_token_ids"
         case "chat":
-            messages, name = request.chat.messages, "chat.messages"
-            check_number_of_messages(len(messages), name)
-            return Chat(tuple(ChatTurn(each.role, each.content) for each in messages)), name
+            return _chat(request.chat), "chat.messages"
     raise InvalidArgument("prompt", "is missing: give prompt, prompt_token_ids or chat")
+
+
+def _chat(chat: public.ChatMessages) -> Chat:
+    """Raises: InvalidArgument: too many parts, or one that is not JSON where it must be."""
+    check_number_of_messages(len(chat.messages), "chat.messages")
+    check_count(len(chat.tools), MAX_TOOLS, "chat.tools", "tools")
+    turns = [_turn(each, f"chat.messages[{i}]") for i, each in enumerate(chat.messages)]
+    tools = [
+        Tool(each.name, each.description, _object(each.parameters, f"chat.tools[{i}].parameters"))
+        for i, each in enumerate(chat.tools)
+    ]
+    check_tools(tools, "chat.tools[{}].name")
+    return Chat(tuple(turns), tuple(tools), continue_final_message=chat.continue_final_message)
+
+
+def _turn(message: public.ChatMessage, name: str) -> ChatTurn:
+    check_count(len(message.tool_calls), MAX_CALLS, f"{name}.tool_calls", "calls")
+    calls = [
+        ToolCall(each.id, each.name, _object(each.arguments, f"{name}.tool_calls[{i}].arguments"))
+        for i, each in enumerate(message.tool_calls)
+    ]
+    return ChatTurn(message.role, message.content, tuple(calls), message.tool_call_id, message.name)
+
+
+def _object(source: str, name: str) -> Mapping[str, Any]:
+    return parse_object(source, name) if source else {}
 
 
 def _response(request_id: str, client_request_id: str, event: Answer) -> public.GenerateResponse:

@@ -6,36 +6,20 @@ Knows nothing of gRPC or JSON. Used by ``inference`` and ``openai_api``.
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.errors import InvalidRequest
 from engine.request import Request
+from services.router.chats import Chat, ToolChoice, check_chat
 from services.router.sampling import RawSampling, Spelling, check_vocabulary, parse_sampling
 from services.router.served_model import ServedModel
 from services.runtime.errors import InvalidArgument
 
-MAX_CHAT_MESSAGES = 4096
 MAX_CLIENT_ID_CHARACTERS = 256
 MAX_SALT_CHARACTERS = 256
 TOO_LONG_CODE = "context_length_exceeded"
-CHAT_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _PRIORITIES = range(-(2**31), 2**31)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatTurn:
-    """One message of a chat."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """Messages instead of a prompt."""
-
-    turns: tuple[ChatTurn, ...]
 
 
 Prompt = str | Sequence[int] | Chat
@@ -58,16 +42,6 @@ class RawRequest:
     priority: int = 0
     salt: str = ""
     """Equal prompts share a prefix cache only under equal salts."""
-
-
-def check_number_of_messages(count: int, name: str) -> None:
-    """For faces: before they take the messages apart.
-
-    Raises:
-        InvalidArgument: there are too many.
-    """
-    if count > MAX_CHAT_MESSAGES:
-        raise InvalidArgument(name, f"{count} messages, {MAX_CHAT_MESSAGES} are allowed")
 
 
 def new_request_id() -> str:
@@ -113,6 +87,8 @@ class Intake:
         """
         if raw.model:
             self._model.check_name(raw.model)
+        if isinstance(raw.prompt, Chat):
+            raw = self._with_tools(raw, raw.prompt)
         # Cheap checks first: a prompt is only encoded for a request that can be served.
         sampling = parse_sampling(
             raw.sampling, raw.spelling, self._model.tokenizer, self._model.vocab_size
@@ -134,6 +110,20 @@ class Intake:
             salt=check_salt(raw.salt),
         )
 
+    def _with_tools(self, raw: RawRequest, chat: Chat) -> RawRequest:
+        """What the tools of a chat mean to how its answer is sampled."""
+        if not chat.offered:
+            return raw
+        sampling, spelling = raw.sampling, raw.spelling
+        if self._model.tool_marker_id is not None:
+            sampling = replace(sampling, skip_special_tokens=False)
+        if chat.tool_choice is ToolChoice.REQUIRED:
+            if sampling.guide is not None:
+                raise InvalidArgument(spelling("guided"), "cannot go with a required tool call")
+            sampling = replace(sampling, guide=self._model.forcing_guide(chat))
+            spelling = replace(spelling, renamed={**spelling.renamed, "guided": "tools"})
+        return replace(raw, sampling=sampling, spelling=spelling)
+
     async def token_ids(self, prompt: Prompt, name: str) -> Sequence[int]:
         """Encode whatever kind of prompt it is.
 
@@ -147,7 +137,8 @@ class Intake:
             if isinstance(prompt, str):
                 token_ids: Sequence[int] = await self._model.encode(prompt, name)
             elif isinstance(prompt, Chat):
-                token_ids = await self._model.encode_chat(_messages(prompt, name))
+                check_chat(prompt, name)
+                token_ids = await self._model.encode_chat(prompt)
             else:
                 token_ids = prompt
                 check_vocabulary(token_ids, name, self._model.vocab_size)
@@ -162,7 +153,7 @@ class Intake:
         if isinstance(prompt, str):
             num_characters = len(prompt)
         elif isinstance(prompt, Chat):
-            num_characters = sum(len(turn.content) for turn in prompt.turns)
+            num_characters = prompt.num_characters
         else:
             return
         if num_characters > self._model.max_prompt_characters:
@@ -184,17 +175,3 @@ def _room(num_tokens: int, name: str, max_context: int) -> int:
             code=TOO_LONG_CODE,
         )
     return max_context - num_tokens
-
-
-def _messages(chat: Chat, name: str) -> list[Mapping[str, str]]:
-    turns = chat.turns
-    for index, turn in enumerate(turns):
-        if turn.role not in CHAT_ROLES:
-            raise InvalidArgument(
-                f"{name}[{index}].role",
-                f"{turn.role[:50]!r} is none of {', '.join(sorted(CHAT_ROLES))}",
-            )
-    # What OpenAI now calls developer, templates know as system.
-    return [
-        {"role": "system" if t.role == "developer" else t.role, "content": t.content} for t in turns
-    ]

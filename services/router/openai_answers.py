@@ -9,6 +9,8 @@ from typing import Any
 
 from engine.request import Request
 from protos import inference_pb2 as public
+from services.router.call_reader import CallReader, Text
+from services.router.openai_calls import Calling, delta, message
 from services.router.openai_logprobs import (
     Spell,
     chat_logprobs,
@@ -33,6 +35,8 @@ class Choice:
     logprobs: list[public.TokenLogprobs] = field(default_factory=list)
     text_offset: int = 0
     """Where the next streamed token begins, in characters."""
+    calls: CallReader | None = None
+    """Of an answer that may call tools."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -132,15 +136,22 @@ class CompletionForm:
 
 
 class ChatForm:
-    """``chat.completion`` and its chunks."""
+    """``chat.completion`` and its chunks.
+
+    Args:
+        calling: for answers that may call tools.
+    """
 
     id_prefix = "chatcmpl-"
+
+    def __init__(self, calling: Calling | None = None) -> None:
+        self._calling = calling
 
     def whole(self, envelope: Envelope, choices: Sequence[Choice]) -> Json:
         parts = []
         for choice in choices:
-            message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
-            part: Json = {"index": choice.index, "message": message, "logprobs": None}
+            said = self._message(choice, "".join(choice.texts))
+            part: Json = {"index": choice.index, "message": said, "logprobs": None}
             part |= _ending(choice)
             if choice.wants_logprobs:
                 part["logprobs"] = chat_logprobs(choice.logprobs, envelope.spell)
@@ -159,8 +170,12 @@ class ChatForm:
             chunk["prompt_token_ids"] = list(choice.request.prompt_token_ids)
         return chunk
 
-    def chunk(self, envelope: Envelope, choice: Choice, tokens: public.Tokens) -> Json:
-        part = self._part(choice, {"content": tokens.text})
+    def chunk(self, envelope: Envelope, choice: Choice, tokens: public.Tokens) -> Json | None:
+        """None: nothing to say yet, the text may become a call."""
+        said = self._delta(choice, tokens.text)
+        if not (said or tokens.logprobs or envelope.return_token_ids):
+            return None
+        part = self._part(choice, said)
         if tokens.logprobs:
             part["logprobs"] = chat_logprobs(tokens.logprobs, envelope.spell)
         if envelope.return_token_ids:
@@ -168,10 +183,25 @@ class ChatForm:
         return self._wrap(envelope, part)
 
     def closing(self, envelope: Envelope, choice: Choice) -> Json:
-        return self._wrap(envelope, self._part(choice, {}) | _ending(choice))
+        rest = self._delta(choice, "", ended=True)
+        return self._wrap(envelope, self._part(choice, rest) | _ending(choice))
 
     def usage_chunk(self, envelope: Envelope, choices: Sequence[Choice]) -> Json:
         return envelope.wrap("chat.completion.chunk", []) | {"usage": usage(choices)}
+
+    def _message(self, choice: Choice, text: str) -> Json:
+        if self._calling is None:
+            return message([Text(text)], str)
+        choice.calls = self._calling.new_reader()
+        parts = choice.calls.push(text) + choice.calls.end()
+        return message(parts, self._calling.new_call_id)
+
+    def _delta(self, choice: Choice, text: str, ended: bool = False) -> Json:
+        if self._calling is None:
+            return {} if ended else {"content": text}
+        choice.calls = choice.calls or self._calling.new_reader()
+        parts = choice.calls.end() if ended else choice.calls.push(text)
+        return delta(parts, self._calling.new_call_id)
 
     def _wrap(self, envelope: Envelope, part: Json) -> Json:
         return envelope.wrap("chat.completion.chunk", [part])
@@ -186,6 +216,8 @@ Form = CompletionForm | ChatForm
 def _ending(choice: Choice) -> Json:
     assert choice.finished is not None
     reason = FINISH_REASON_NAMES.get(choice.finished.finish_reason, "error")
+    if reason == "stop" and choice.calls is not None and choice.calls.num_calls:
+        reason = "tool_calls"
     return {"finish_reason": reason, "stop_reason": _stop_reason(choice)}
 
 

@@ -21,6 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from services.router.call_reader import CallReader
+from services.router.chats import Chat
 from services.router.http_server import EventStream, read_body, until_disconnect
 from services.router.intake import RawRequest, new_request_id
 from services.router.openai_answers import (
@@ -33,6 +35,7 @@ from services.router.openai_answers import (
     error_body,
     error_object,
 )
+from services.router.openai_calls import Calling
 from services.router.openai_schemas import BodyType, ChatBody, CompletionBody, parse_body
 from services.router.openai_stream import Answers, accepted, merge, sse_events
 from services.router.served_model import ServedModel
@@ -112,17 +115,18 @@ class OpenAiApi:
         return Response(encode(self._registry), headers={"content-type": content_type})
 
     async def completions(self, request: Request) -> Response:
-        return await self._handle(request, CompletionBody, CompletionForm())
+        return await self._handle(request, CompletionBody)
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._handle(request, ChatBody, ChatForm())
+        return await self._handle(request, ChatBody)
 
-    async def _handle(self, request: Request, kind: type[BodyType], form: Form) -> Response:
+    async def _handle(self, request: Request, kind: type[BodyType]) -> Response:
         received_s = self._clock()
         headers = {REQUEST_ID_HEADER: _echoed_id(request) or new_request_id()}
         try:
             body = parse_body(kind, await read_body(request))
             raws = body.raw_requests()
+            form = self._form(raws[0])
         except ClientDisconnect:
             return _error_response(self._serving.refused(Aborted("the client has gone")), headers)
         except Exception as unexpected:
@@ -139,6 +143,17 @@ class OpenAiApi:
         if not isinstance(response, EventStream):
             await answers.aclose()
         return response
+
+    def _form(self, raw: RawRequest) -> Form:
+        chat = raw.prompt
+        if not isinstance(chat, Chat):
+            return CompletionForm()
+        if not chat.offered:
+            return ChatForm()
+        style, names = self._model.tool_style, {tool.name for tool in chat.offered}
+        return ChatForm(
+            Calling(lambda: CallReader(style.spelling, names, chat.most_calls), style.new_call_id)
+        )
 
     async def _respond(
         self, body: Body, form: Form, answers: Answers, count: int, headers: Mapping[str, str]

@@ -6,19 +6,14 @@ Knows nothing of HTTP. Used by ``openai_api``.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-from services.router.intake import (
-    Chat,
-    ChatTurn,
-    Prompt,
-    RawRequest,
-    check_number_of_messages,
-)
+from services.router.intake import Prompt, RawRequest
 from services.router.openai_guides import guide_of
+from services.router.openai_messages import EXPECTED, ChatFields, Listed
 from services.router.sampling import RawSampling, Spelling
 from services.runtime.errors import InvalidArgument
 
@@ -28,10 +23,6 @@ _MOST_DIGITS = 10
 """Of a token id."""
 MAX_PROMPTS = 64
 """Prompts in one completions request."""
-
-Item = TypeVar("Item")
-Listed = Annotated[list[Item], Field(fail_fast=True)]
-"""A list whose first wrong item refuses it: an error an item would be gigabytes of errors."""
 
 
 def _unset(value: Any) -> bool:
@@ -64,9 +55,6 @@ REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "use_beam_search": _unset,
     "truncate_prompt_tokens": lambda value: value is None,
     "chat_template": _unset,
-    "chat_template_kwargs": _unset,
-    "continue_final_message": _unset,
-    "add_generation_prompt": lambda value: value is None or value is True,
     "documents": _unset,
 }
 """Field -> whether a value asks for nothing special. Any other value is refused."""
@@ -126,8 +114,6 @@ class _Body(BaseModel):
         for name, asks_nothing in REFUSED.items():
             if name in extra and not asks_nothing(extra[name]):
                 raise InvalidArgument(name, "this value is not supported")
-        if extra.get("tools") and extra.get("tool_choice") != "none":
-            raise InvalidArgument("tools", 'are not supported; use tool_choice "none"')
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options", "is only allowed when stream is true")
 
@@ -190,42 +176,9 @@ class CompletionBody(_Body):
         ]
 
 
-class ContentPart(BaseModel):
-    """One part of a message's content."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    type: str
-    text: str | None = None
-
-
-class Message(BaseModel):
-    """One message of a chat."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: str
-    content: str | Listed[ContentPart] | None = None
-
-    def turn(self, name: str) -> ChatTurn:
-        """Raises: InvalidArgument: content that is not text; ``name`` is this message."""
-        extra = self.model_extra or {}
-        for field in ("tool_calls", "function_call", "audio"):
-            if not _unset(extra.get(field)):
-                raise InvalidArgument(f"{name}.{field}", "is not supported")
-        if self.content is None and self.role != "assistant":
-            raise InvalidArgument(f"{name}.content", "is missing")
-        if isinstance(self.content, list):
-            parts = enumerate(self.content)
-            texts = [_part_text(part, f"{name}.content[{i}]") for i, part in parts]
-            return ChatTurn(self.role, "".join(texts))
-        return ChatTurn(self.role, self.content or "")
-
-
-class ChatBody(_Body):
+class ChatBody(_Body, ChatFields):
     """``POST /v1/chat/completions``."""
 
-    messages: Listed[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -234,10 +187,9 @@ class ChatBody(_Body):
         """The one request.
 
         Raises:
-            InvalidArgument: content that is not text.
+            InvalidArgument: names what is wrong with the chat.
         """
-        check_number_of_messages(len(self.messages), "messages")
-        turns = tuple(each.turn(f"messages[{i}]") for i, each in enumerate(self.messages))
+        chat = self.chat()
         newer = self.max_completion_tokens is not None
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgument("top_logprobs", "is only allowed when logprobs is true")
@@ -246,7 +198,7 @@ class ChatBody(_Body):
             renamed["max_tokens"] = "max_completion_tokens"
         max_tokens = self.max_completion_tokens if newer else self.max_tokens
         raw = RawRequest(
-            prompt=Chat(turns),
+            prompt=chat,
             prompt_field="messages",
             spelling=Spelling(renamed={**_RENAMED, **renamed}),
             model=self.model or "",
@@ -260,10 +212,9 @@ class ChatBody(_Body):
 BodyType = TypeVar("BodyType", CompletionBody, ChatBody)
 
 _EXPECTED = {
+    **EXPECTED,
     "prompt": "must be a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "must be a string or a list of strings",
-    "content": "must be a text or a list of parts",
-    "messages": "must be a list of messages",
 }
 
 
@@ -290,7 +241,7 @@ def _explained(error: pydantic.ValidationError) -> InvalidArgument:
         if isinstance(step, int):
             path += f"[{step}]"
         elif (expected := _EXPECTED.get(step)) and not _goes_deeper(step, first["loc"]):
-            missing = first["type"] == "missing"
+            missing = first["type"] == "missing" and step == first["loc"][-1]
             name = f"{path}.{step}" if path else step
             return InvalidArgument(name, "is missing" if missing else expected)
         else:
@@ -301,7 +252,7 @@ def _explained(error: pydantic.ValidationError) -> InvalidArgument:
 
 def _goes_deeper(step: str, loc: tuple[int | str, ...]) -> bool:
     """The error is about a part of a chat, not about all of it."""
-    return step == "messages" and loc[-1] != "messages"
+    return step in ("messages", "tools") and loc[-1] != step
 
 
 _RENAMED = {"include_stop": "include_stop_str_in_output"}
@@ -320,11 +271,3 @@ def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prom
     ids = [each for each in prompt if isinstance(each, int)]
     whole: list[Prompt] = [each for each in prompt if not isinstance(each, int)]
     return whole or [ids]
-
-
-def _part_text(part: ContentPart, name: str) -> str:
-    if part.type != "text":
-        raise InvalidArgument(f"{name}.type", f"{part.type[:50]!r} is not supported, only text")
-    if part.text is None:
-        raise InvalidArgument(f"{name}.text", "is missing")
-    return part.text

@@ -5,7 +5,6 @@ Made by ``app`` from ``engine.loaders``, used by ``intake`` and by both public f
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from threading import Lock
 
 from engine.chat import encode_chat
@@ -15,6 +14,14 @@ from engine.loaders.files import ModelFiles
 from engine.loaders.open import open_model
 from engine.request import Guide
 from engine.tokenizer import Tokenizer
+from services.router.chats import Chat, template_messages, template_tools
+from services.router.tool_styles import (
+    MAX_FORCED_CALLS,
+    described,
+    forcing_guide,
+    shows_tools,
+    style_of,
+)
 from services.runtime.errors import InvalidArgument, NotFound
 
 _LONG_TEXT_CHARACTERS = 4096
@@ -40,6 +47,9 @@ class ServedModel:
         """Tokens the model was trained for; instances may hold less."""
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
+        self.tool_style = style_of(tokenizer.chat_template)
+        self.tool_marker_id = _special_id(tokenizer, self.tool_style.marker)
+        """The special token that begins tool calls, if one does."""
         self._guides: Guides | None = None
         self._making_guides = Lock()
         longest = max(
@@ -105,12 +115,39 @@ class ServedModel:
                 self._guides = Guides(self.tokenizer, self.vocab_size)
         self._guides.check(guide)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def forcing_guide(self, chat: Chat) -> Guide:
+        """A guide under which the answer calls what ``chat`` says it must."""
+        tools = [tool for tool in chat.tools if chat.forced_tool in ("", tool.name)]
+        most_calls = chat.most_calls or MAX_FORCED_CALLS
+        begins = self.tool_style.spelling.begin
+        marker_id = self.tool_marker_id if begins else None
+        return forcing_guide(self.tool_style, tools, most_calls, marker_id)
+
+    async def encode_chat(self, chat: Chat) -> list[int]:
         """Token ids of a chat, up to where the answer begins.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
         """
-        if sum(len(message["content"]) for message in messages) <= _LONG_TEXT_CHARACTERS:
-            return encode_chat(self.tokenizer, messages)
-        return await asyncio.to_thread(encode_chat, self.tokenizer, messages)
+        if chat.num_characters <= _LONG_TEXT_CHARACTERS:
+            return self._encode_chat(chat)
+        return await asyncio.to_thread(self._encode_chat, chat)
+
+    def _encode_chat(self, chat: Chat) -> list[int]:
+        messages, tools = template_messages(chat.turns), template_tools(chat.offered)
+        if not shows_tools(self.tokenizer.chat_template):
+            messages, tools = described(messages, tools), []
+        return encode_chat(
+            self.tokenizer,
+            messages,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            tools=tools or None,
+            template_kwargs=chat.template_kwargs,
+        )
+
+
+def _special_id(tokenizer: Tokenizer, text: str) -> int | None:
+    """The special token that is spelled like ``text``."""
+    token_ids = tokenizer.encode(text, add_special_tokens=False) if text else []
+    return token_ids[0] if len(token_ids) == 1 and tokenizer.is_special(token_ids[0]) else None

@@ -92,6 +92,26 @@ def test_template_errors_are_the_clients_to_read(template: str, reason: str) -> 
     assert "\n" not in str(caught.value)
 
 
+def test_a_message_is_continued_where_it_ends() -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    said = [*HELLO, {"role": "assistant", "content": "Hello, I am "}]
+    rendered = render_chat(template, said, bos_token="", eos_token="", continue_final_message=True)
+    assert rendered == "<user>Hello</s><assistant>Hello, I am "
+    assert said[-1]["content"] == "Hello, I am "
+    with pytest.raises(InvalidRequest, match="does not write the last message"):
+        render_chat("x", said, bos_token="", eos_token="", continue_final_message=True)
+
+
+def test_template_arguments() -> None:
+    template = "{% if think %}yes{% else %}no{% endif %}"
+    assert render(template) == "no"
+    arguments = {"bos_token": "", "eos_token": "", "template_kwargs": {"think": True}}
+    assert render_chat(template, HELLO, **arguments) == "yes"
+
+
 def test_model_without_template() -> None:
     with pytest.raises(InvalidRequest, match="no chat template; send a prompt"):
         render(None)

@@ -46,6 +46,8 @@ class Script:
     """Prefill: never report the end."""
     stop_at: int | None = None
     """Decode: end with STOP after so many tokens."""
+    answer: str = ANSWER
+    """Decode: the letters, over and over."""
 
 
 class FakeWorker:
@@ -222,7 +224,7 @@ class _Decode(worker_pb2_grpc.DecodeServicer):
             if index == script.fail_after:
                 say(failed=script.failure)
                 return
-            letter = ANSWER[index % len(ANSWER)]
+            letter = script.answer[index % len(script.answer)]
             say(tokens=public.Tokens(token_ids=[ord(letter)], text=letter))
             await asyncio.sleep(script.step_s)
         stopped = script.stop_at is not None and script.stop_at <= wanted
