@@ -27,6 +27,11 @@ _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -66,7 +71,12 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "llama-bpe": lambda: _split(_LLAMA_3),
     "qwen2": lambda: _split(_QWEN_2),
     "smollm": _smollm,
+    "tekken": lambda: _split(_TEKKEN),
 }
+_OTHER_NAMES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+_WHOLE_WORDS = ("llama-bpe", "tekken")
+"""A piece that is a token is that token, whatever merges would make of it; and a text begins with
+BOS, where the file says nothing."""
 
 
 def tokenizer_from_gguf(file: GgufFile, config: ModelConfig) -> SubwordTokenizer:
@@ -85,8 +95,9 @@ def tokenizer_from_gguf(file: GgufFile, config: ModelConfig) -> SubwordTokenizer
     vocabulary = _Vocabulary(file)
     if kind == "gpt2":
         pre = file.text("tokenizer.ggml.pre", "default")
+        pre = _OTHER_NAMES.get(pre, pre)
         backend, spell = _byte_level(vocabulary, pre), byte_level_bytes
-        add_bos, strips = pre == "llama-bpe", False
+        add_bos, strips = pre in _WHOLE_WORDS, False
     else:
         strips = file.flag("tokenizer.ggml.add_space_prefix", True)
         backend, spell = _sentencepiece(vocabulary, strips), sentencepiece_bytes
@@ -148,7 +159,7 @@ def _byte_level(vocabulary: _Vocabulary, pre: str) -> tokenizers.Tokenizer:
         if not separator or not {left, right, left + right} <= vocabulary.ids.keys():
             raise vocabulary.corrupt(f"merge {merge!r:.80} is not of tokens in the vocabulary")
         merges.append((left, right))
-    ignore_merges = pre == "llama-bpe"
+    ignore_merges = pre in _WHOLE_WORDS
     backend = tokenizers.Tokenizer(
         models.BPE(vocabulary.ids, merges, fuse_unk=False, ignore_merges=ignore_merges)
     )

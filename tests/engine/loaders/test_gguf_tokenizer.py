@@ -36,6 +36,7 @@ CORPUS = [
     "don't WE'LL they've I'M it'S 'tis",
     "   leading, trailing   ",
     "a\r\nb\rc\t\td\u00a0e\u2003f",
+    "camelCase HTTPServer myXMLParser //\n/// ÀÉÎàéî ǅ",
     "1 22 333 4444 ½ Ⅷ ٣ x1y2",
     "$100 <= 50% ^~| {[()]} == != ... ---",
     "<|im_start|>user\nHi<|im_end|>\n<|endoftext|>",
@@ -43,7 +44,7 @@ CORPUS = [
     "https://example.com/a?b=c&d=1#e  v1.2.3-rc4",
     "\x00\x01\x7f\u200b\ufeff\ufffd",
 ]
-PRE_TOKENIZERS = ("default", "gpt-2", "llama-bpe", "qwen2", "smollm")
+PRE_TOKENIZERS = ("default", "gpt-2", "llama-bpe", "qwen2", "smollm", "tekken")
 
 # As in the sources of GPT-2, Llama 3 and llama.cpp, with whitespace spelt out: libraries differ
 # on four control characters.
@@ -56,12 +57,21 @@ LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     rf"| ?[^{S}\p{{L}}\p{{N}}]+[\r\n]*|{S}*[\r\n]+|{S}+(?!{NOT_S})|{S}+"
 )
+# Words are cut where a capital follows a small letter.
+TEKKEN = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+        rf"\p{{N}}| ?[^{S}\p{{L}}\p{{N}}]+[\r\n/]*|{S}*[\r\n]+|{S}+(?!{NOT_S})|{S}+",
+    ]
+)
 CUTS = {
     "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"],
     "gpt-2": [GPT_2],
     "llama-bpe": [LLAMA_3],
     "qwen2": [LLAMA_3.replace("{1,3}", "{1}")],
     "smollm": [r"\p{N}", GPT_2],
+    "tekken": [TEKKEN],
 }
 
 
@@ -141,7 +151,7 @@ class PlainBpe:
 
 @cache
 def plain(name: str) -> PlainBpe:
-    return PlainBpe(demo_file()[0], CUTS[name], ignore_merges=name == "llama-bpe")
+    return PlainBpe(demo_file()[0], CUTS[name], ignore_merges=name in ("llama-bpe", "tekken"))
 
 
 # Characters that both Unicode tables know, where cuts happen more often than anywhere.
@@ -248,7 +258,7 @@ def test_bos_where_the_file_asks_for_it(tmp_path: Path) -> None:
     ("keys", "error", "reason"),
     [
         ({"model": "bert"}, UnsupportedModel, "tokenizer 'bert'"),
-        ({"pre": "tekken"}, UnsupportedModel, "pre-tokenizer 'tekken'"),
+        ({"pre": "falcon"}, UnsupportedModel, "pre-tokenizer 'falcon'"),
         ({"merges": ["a b", "b z"]}, CorruptModel, "merge 'b z'"),
         ({"merges": ["ab"]}, CorruptModel, "merge 'ab'"),
         ({"merges": None}, CorruptModel, "merges is missing"),
