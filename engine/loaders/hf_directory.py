@@ -34,18 +34,23 @@ _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 class HfDirectory(ModelFiles):
     """One directory.
 
+    Args:
+        model_id: None: the directory's name.
+
     Raises:
         ModelNotFound, CorruptModel, UnsupportedModel: see ``open_model``.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, model_id: str | None = None, aliases: tuple[str, ...] = ()
+    ) -> None:
         self._path = path
         if not (path / "config.json").is_file():
             raise ModelNotFound(
                 f"{path} has no config.json; give a Hugging Face directory or a .gguf file"
             )
         config = config_from_json(path)
-        super().__init__(path.resolve().name, (), config)
+        super().__init__(model_id or path.resolve().name, aliases, config)
         self._tensors: dict[str, tuple[SafetensorsFile, SafeTensor]] = {}
         for file_name in _weight_files(path):
             file = SafetensorsFile(path / file_name)

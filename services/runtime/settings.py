@@ -47,7 +47,7 @@ class RouterConfig:
     """What a router is started with."""
 
     model: str
-    """Path of a GGUF file or Hugging Face directory, or demo."""
+    """Path of a GGUF file or Hugging Face directory, hub id (org/name), or demo."""
     host: str = "127.0.0.1"
     """Address of the public gRPC and HTTP ports."""
     grpc_port: int = 50051
@@ -85,7 +85,7 @@ class WorkerConfig:
     """What one instance is started with."""
 
     model: str
-    """Path of a GGUF file or Hugging Face directory, or demo."""
+    """Path of a GGUF file or Hugging Face directory, hub id (org/name), or demo."""
     role: Role
     """What the instance does: prefill, decode or colocated."""
     router: str
