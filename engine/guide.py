@@ -155,8 +155,16 @@ class _Vocabulary:
         self.eos_token_id = tokenizer.eos_token_ids[0]
         self.special_token_ids = [i for i in range(vocab_size) if tokenizer.is_special(i)]
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        # SentencePiece puts a space before every text. What is asked here is the inside of one,
+        # so it is read behind a character that merges with nothing.
+        spelled = b"".join(tokenizer.token_bytes(token_id) for token_id in self._encode("{"))
+        self._guard = "" if spelled == b"{" else "\x02"
+        self._num_guard_tokens = len(self._encode(self._guard))
 
     def __call__(self, text: str) -> list[int]:
         if isinstance(text, bytes):
             raise TypeError("texts only")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._encode(self._guard + text)[self._num_guard_tokens :]
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False) if text else []
