@@ -61,7 +61,7 @@ def test_a_killed_part_leaves_nothing(demo: "subprocess.Popen[str]", service: st
     family = family_in_mid_answer(demo)
     next(child for child in family if service in title_of(child)).kill()
     _, err = demo.communicate(timeout=30)
-    lost = service != "prefill"  # by now it has handed over, and is not missed
+    lost = service == "router"  # what dies with any other part goes on elsewhere
     assert demo.returncode == int(lost)
     assert err.splitlines()[-1].startswith("kvrelay: ") or not lost
     assert "Traceback" not in err
