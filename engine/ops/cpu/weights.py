@@ -26,6 +26,7 @@ PREFETCHED_BYTES = 16384
 
 HEAD_DIM_STEP, LARGEST_HEAD_DIM = 16, 256
 INPUT_STEP = 32
+NORM_STEP = 32
 Array = npt.NDArray[np.generic]
 T = TypeVar("T", bound=np.generic)
 
@@ -50,6 +51,7 @@ class MatrixPlan:
     inputs: int
     kind: int
     interleaved: bool = False
+    has_bias: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -96,16 +98,29 @@ class PackedWeights:
         qkv = tuple(f"{name}self_attn.{p}_proj.weight" for p in "qkv")
         gate_up = (f"{name}mlp.gate_proj.weight", f"{name}mlp.up_proj.weight")
         return (
-            self._plan(qkv, queries + 2 * config.num_kv_heads * config.head_dim, hidden),
-            self._plan((f"{name}self_attn.o_proj.weight",), hidden, queries),
-            self._plan(gate_up, 2 * ffn, hidden, interleaved=True),
-            self._plan((f"{name}mlp.down_proj.weight",), hidden, ffn),
+            self._plan(
+                qkv,
+                queries + 2 * config.num_kv_heads * config.head_dim,
+                hidden,
+                has_bias=config.qkv_bias,
+            ),
+            self._plan(
+                (f"{name}self_attn.o_proj.weight",), hidden, queries, has_bias=config.output_bias
+            ),
+            self._plan(gate_up, 2 * ffn, hidden, interleaved=True, has_bias=config.mlp_bias),
+            self._plan((f"{name}mlp.down_proj.weight",), hidden, ffn, has_bias=config.mlp_bias),
         )
 
     def _plan(
-        self, names: tuple[str, ...], outputs: int, inputs: int, interleaved: bool = False
+        self,
+        names: tuple[str, ...],
+        outputs: int,
+        inputs: int,
+        interleaved: bool = False,
+        has_bias: bool = False,
     ) -> MatrixPlan:
-        return MatrixPlan(names, outputs, inputs, self._kind(names, inputs), interleaved)
+        kind = self._kind(names, inputs)
+        return MatrixPlan(names, outputs, inputs, kind, interleaved, has_bias)
 
     def _kind(self, names: tuple[str, ...], inputs: int) -> int:
         """How a matrix is stored. Stacked tensors of unlike or unknown blocks become bfloat16."""
@@ -125,7 +140,19 @@ class PackedWeights:
             *(self._linear(plan) for plan in plans),
             self.keep(self._floats(f"{name}input_layernorm.weight")),
             self.keep(self._floats(f"{name}post_attention_layernorm.weight")),
+            *(self._head_norm(f"{name}self_attn.{part}_norm.weight") for part in "qk"),
         )
+
+    def _head_norm(self, name: str) -> int | None:
+        return self.keep(self._floats(name)) if self._config.head_norms else None
+
+    def _bias(self, plan: MatrixPlan) -> int | None:
+        """The address of the bias, in the order of the packed outputs."""
+        if not plan.has_bias:
+            return None
+        names = (name.removesuffix("weight") + "bias" for name in plan.names)
+        columns = [self._floats(name).reshape(-1, 1) for name in names]
+        return self.keep(np.ascontiguousarray(_stacked(columns, plan).ravel()))
 
     def _linear(self, plan: MatrixPlan) -> bindings.Linear:
         out = self._arena.take(plan.num_bytes)
@@ -137,7 +164,8 @@ class PackedWeights:
         else:
             read = self._bfloat16 if plan.kind == bindings.BFLOAT16 else self._floats
             pack.pack_floats(_stacked([read(name) for name in plan.names], plan), plan.kind, out)
-        return bindings.Linear(out.ctypes.data, None, plan.outputs, plan.inputs, plan.kind)
+        bias = self._bias(plan)
+        return bindings.Linear(out.ctypes.data, bias, plan.outputs, plan.inputs, plan.kind)
 
     def _floats(self, name: str) -> Array:
         return np.ascontiguousarray(self._source.tensor(name, "float32").numpy())
@@ -193,8 +221,9 @@ def check_shapes(config: ModelConfig) -> None:
 def _foreign_features(config: ModelConfig) -> dict[str, bool]:
     """What the kernels have no code for, and whether the model has it."""
     return {
-        "biases": config.qkv_bias or config.output_bias or config.mlp_bias,
-        "norms of heads": config.head_norms,
+        f"norms of heads of {config.head_dim}": (
+            config.head_norms and config.head_dim % NORM_STEP != 0
+        ),
         "norms after attention and MLP": config.post_norms,
         "norm weights less one": config.norms_add_one,
         "sliding windows": any(config.windows),

@@ -84,7 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
 DIRECTORY_ONLY = {"qwen2, windows", "gemma2, no caps"}
 
 
-def random_model(case: str, seed: int = 0) -> PreTrainedModel:
+def random_model(case: str, seed: int = 0, head_dim: int = HEAD_DIM) -> PreTrainedModel:
     """Weights large enough that logits differ and attention is peaked."""
     torch.manual_seed(seed)
     settings = dict(CASES[case])
@@ -99,7 +99,7 @@ def random_model(case: str, seed: int = 0) -> PreTrainedModel:
             "num_hidden_layers": LAYERS,
             "num_attention_heads": HEADS,
             "num_key_value_heads": KV_HEADS,
-            "head_dim": HEAD_DIM,
+            "head_dim": head_dim,
             "max_position_embeddings": MAX_POSITIONS,
             "initializer_range": 0.2,
             "bos_token_id": None,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.errors import UnsupportedModel
 from engine.kv.cache import PagedKvCache
 from engine.loaders.files import ModelFiles
 from engine.loaders.open import open_model
@@ -28,6 +29,8 @@ from engine.ops.cpu.instruction_sets import (
 from engine.ops.cpu.native_model import NativeLlama, SequenceRows
 from engine.ops.cpu.weights import PackedWeights
 from tests.engine.loaders.llama_files import random_weights, write_gguf
+from tests.engine.models.tiny_families import random_model
+from tests.engine.models.tiny_families import write_directory as write_family
 from tests.engine.models.tiny_llama import Shape, oracle_logits, random_llama, write_directory
 from tests.tiny_model import make_tiny_model
 
@@ -123,6 +126,28 @@ def test_float32_equals_transformers(
     for chunks in ([99] * 5, [1, 7, 16, 1, 13]):
         for got, right in zip(bench.rows(prompts(), chunks), expected, strict=True):
             torch.testing.assert_close(got, right, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama, yarn", "llama, biases", "qwen2", "qwen3"])
+@pytest.mark.timeout(300)
+def test_families_equal_transformers(
+    case: str, instruction_set: InstructionSet, tmp_path: Path
+) -> None:
+    """Biases, norms of heads and stretched rope tables."""
+    oracle = random_model(case, head_dim=32)
+    files = open_model(str(write_family(oracle, tmp_path / "tiny")))
+    got = Bench(files, "float32", instruction_set).rows(prompts(), [1, 7, 16, 1, 13])
+    with torch.inference_mode():
+        for ids, rows in zip(prompts(), got, strict=True):
+            right = oracle(torch.tensor([ids]), use_cache=False).logits[0]
+            torch.testing.assert_close(rows, right, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "mistral"])
+def test_families_that_torch_serves_are_refused(case: str, tmp_path: Path) -> None:
+    files = open_model(str(write_family(random_model(case, head_dim=32), tmp_path / "tiny")))
+    with pytest.raises(UnsupportedModel, match=r"native kernels: no .*; the torch path serves it"):
+        PackedWeights(files.config, FileWeights(files), "float32")
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "int8"])

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define KVR_ABI_VERSION 1
+#define KVR_ABI_VERSION 2
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -49,6 +49,8 @@ struct KvrLayer {
   KvrLinear down;
   const float* attention_norm;
   const float* mlp_norm;
+  const float* query_norm;  // [head_dim] of every query head before it is rotated, or null
+  const float* key_norm;    // likewise; both or neither
 };
 
 struct KvrModel {

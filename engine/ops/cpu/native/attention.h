@@ -17,13 +17,19 @@ struct Segment {
   const int32_t* block_table;
 };
 
-// Rotates queries and keys of `segment` (HF convention: pairs are d and d + head_dim / 2), writes
+// Weights of the norm of every head before it is rotated: [head_dim] each, or null for none.
+struct HeadNorms {
+  const float* query;
+  const float* key;
+};
+
+// Norms and rotates queries and keys of `segment` (HF convention: pairs are d and d + head_dim / 2), writes
 // keys and values into the cache, and leaves scaled queries in `queries`, whose order is
 // [kv_heads][rows][heads per kv head][head_dim] in the cache's element type.
 // qkv: [rows][(num_heads + 2 * num_kv_heads) * head_dim].
 void rotate_and_write(const KvrModel& model, const KvrCache& cache, int layer,
-                      const Segment& segment, const float* qkv, int rows, int first, int last,
-                      uint8_t* queries);
+                      const HeadNorms& norms, const Segment& segment, const float* qkv, int rows,
+                      int first, int last, uint8_t* queries);
 
 // out [rows][num_heads * head_dim]: softmax(q k^T / sqrt(head_dim)) v over all positions up to
 // each row's own. The result of a row does not depend on the other rows of the batch.

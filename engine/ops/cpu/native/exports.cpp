@@ -124,8 +124,8 @@ int32_t kvr_attention(KvrContext* context, const KvrModel* model, const KvrCache
       const KvrSequence& sequence = step->sequences[i];
       segments.push_back({row, sequence.num_rows, sequence.start, sequence.block_table});
       row += sequence.num_rows;
-      rotate_and_write(*model, *cache, layer, segments.back(), qkv, rows, 0, sequence.num_rows,
-                       queries);
+      rotate_and_write(*model, *cache, layer, HeadNorms{}, segments.back(), qkv, rows, 0,
+                       sequence.num_rows, queries);
     }
     attend(context->pool, context->worker_scratch, *model, *cache, layer, segments, queries, rows,
            y);

@@ -103,7 +103,8 @@ class Forward {
     const std::vector<Segment> segments = segments_of(first, rows);
     for (const Segment& segment : segments) {
       pool_.run(segment.num_rows, kRowGrain, [&](int from, int to, int) {
-        rotate_and_write(model_, cache_, index, segment, wide_, rows, from, to, queries_);
+        rotate_and_write(model_, cache_, index, {layer.query_norm, layer.key_norm}, segment, wide_,
+                         rows, from, to, queries_);
       });
     }
     if (first + rows == step_.num_rows) announce(index);
