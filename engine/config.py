@@ -103,6 +103,9 @@ class EngineConfig:
     """Numeric recipe of the weights: auto, float32, bf16, int8 or file (the GGUF's own blocks)."""
     kernels: str = "auto"
     """What computes: auto (native where it can) or torch."""
+    deterministic: bool = False
+    """Start only where an answer's bits do not depend on what else is computed with it: on the
+    native kernels, in every recipe."""
     block_size: int = 16
     """Tokens in a KV block."""
     kv_cache_bytes: int = 0

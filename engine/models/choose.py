@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig, ModelConfig
-from engine.errors import UnsupportedModel
+from engine.errors import ModelError, UnsupportedModel
 from engine.loaders.files import ModelFiles
 from engine.models.decoder import Decoder
 from engine.models.interface import StepModel
@@ -45,6 +45,12 @@ def choose(config: EngineConfig, files: ModelFiles) -> Choice:
         ModelError: what is asked for cannot be computed here.
     """
     is_native = config.kernels != "torch" and _native_runs(files, config.block_size)
+    if config.deterministic and not is_native:
+        # Torch's products sum in an order that depends on how many rows there are.
+        raise ModelError(
+            "deterministic: only the native kernels compute a row alike in every batch, and they "
+            "do not run here; drop --deterministic"
+        )
     machine = Machine(
         has_native=is_native,
         has_bfloat16=cpu_multiplies_bfloat16(),

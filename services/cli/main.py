@@ -42,6 +42,7 @@ def serve(
     dtype: options.Dtype = ENGINE.dtype,
     weights: options.Weights = ENGINE.weights,
     kernels: options.Kernels = ENGINE.kernels,
+    deterministic: options.Deterministic = ENGINE.deterministic,
     transport: options.Transport = STANDALONE_WORKER.transport,
     threads: Annotated[
         int | None,
@@ -81,6 +82,7 @@ def serve(
         dtype=dtype,
         weights=weights,
         kernels=kernels,
+        deterministic=deterministic,
         block_size=block_size,
         kv_cache_bytes=kv_cache_bytes,
         max_context=max_context,
@@ -201,6 +203,7 @@ def worker(
     dtype: options.Dtype = ENGINE.dtype,
     weights: options.Weights = ENGINE.weights,
     kernels: options.Kernels = ENGINE.kernels,
+    deterministic: options.Deterministic = ENGINE.deterministic,
     transport: options.Transport = STANDALONE_WORKER.transport,
     transport_throttle: Annotated[
         int,
@@ -233,6 +236,7 @@ def worker(
         dtype=dtype,
         weights=weights,
         kernels=kernels,
+        deterministic=deterministic,
         block_size=block_size,
         kv_cache_bytes=kv_cache_bytes,
         max_context=max_context,

@@ -56,6 +56,9 @@ Weights = Annotated[
     str, field_option(EngineConfig, "weights", metavar="auto|float32|bf16|int8|file")
 ]
 Kernels = Annotated[str, field_option(EngineConfig, "kernels", metavar="auto|torch")]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help=field_help(EngineConfig, "deterministic"))
+]
 KvCacheBytes = Annotated[
     int, field_option(EngineConfig, "kv_cache_bytes", parser=parse_size, metavar="SIZE")
 ]

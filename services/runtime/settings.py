@@ -144,6 +144,8 @@ def validate_engine(engine: EngineConfig) -> None:
     _check_choice("device", engine.device, ("auto", "cpu", "cuda"))
     _check_choice("dtype", engine.dtype, ("auto", "float32", "bfloat16"))
     _check_choice("schedule", engine.schedule, tuple(Schedule))
+    if engine.deterministic and engine.kernels == "torch":
+        raise InvalidArgument("--deterministic", "needs the native kernels: use --kernels auto")
     for name in _AT_LEAST_ONE:
         _check_at_least(name, getattr(engine, name), 1)
     least = engine.max_decode_sequences + engine.block_size

@@ -217,6 +217,7 @@ def test_max_context(files: ModelFiles, asked: int, kv_blocks: int, context: int
         ({"device": "cuda"}, ModelError, "use --device cpu"),
         ({"device": "abacus"}, ModelError, "device abacus: unknown"),
         ({"dtype": "float8"}, ModelError, "dtype float8: unknown; use"),
+        ({"deterministic": True, "kernels": "torch"}, ModelError, "drop --deterministic"),
         ({"kv_cache_bytes": 1000}, CapacityError, "raise --kv-cache-bytes"),
         ({"max_context": 257}, CapacityError, "trained for 256 tokens"),
         ({"kv_cache_bytes": 1 << 16, "max_context": 200}, CapacityError, "holds 32 tokens"),

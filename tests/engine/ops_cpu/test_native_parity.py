@@ -173,6 +173,23 @@ def test_the_files_blocks_are_multiplied_as_they_are(
     check_near(got, right, "file")
 
 
+@pytest.mark.parametrize("recipe", ["float32", "bf16", "int8", "file"])
+@pytest.mark.timeout(300)
+def test_a_row_does_not_depend_on_its_batch(
+    recipe: str, instruction_set: InstructionSet, tmp_path: Path
+) -> None:
+    """Bit for bit: alone, among others, and in chunks of other sizes."""
+    weights = {n: w * (0.2 if w.ndim > 1 else 1.0) for n, w in random_weights().items()}
+    files = open_model(str(write_gguf(tmp_path / "tiny.gguf", weights, default_type="Q4_1")))
+    bench = Bench(files, recipe, instruction_set)
+    longer = [*prompts(), random.Random(110).choices(range(256), k=110)]
+    alone = [bench.rows([ids], [len(ids)])[0] for ids in longer]
+    for chunks in ([999] * 6, [1, 7, 16, 1, 13, 100], [2, 15, 3, 17, 1, 5]):
+        together = bench.rows(longer, chunks)
+        for got, right in zip(together, alone, strict=True):
+            assert torch.equal(got, right)
+
+
 def test_threads_change_nothing(tmp_path: Path) -> None:
     files = open_model(str(make_tiny_model(tmp_path / "tiny")))
     for recipe in ("float32", "bf16", "int8"):

@@ -51,6 +51,7 @@ ENGINE_OPTIONS = [
     "dtype",
     "weights",
     "kernels",
+    "deterministic",
     "threads",
     "kv_cache_bytes",
     "block_size",

@@ -73,6 +73,7 @@ def test_bad_router_config_names_the_option(change: dict[str, object], option: s
         ({"engine": EngineConfig(block_size=0)}, "--block-size"),
         ({"engine": EngineConfig(threads=0)}, "--threads"),
         ({"engine": EngineConfig(schedule="fair")}, "--schedule"),
+        ({"engine": EngineConfig(deterministic=True, kernels="torch")}, "--deterministic"),
         ({"engine": EngineConfig(max_prefill_batch=0)}, "--max-prefill-batch"),
         ({"engine": EngineConfig(max_decode_sequences=0)}, "--max-decode-sequences"),
         (
