@@ -68,10 +68,20 @@ class StartDecode(_message.Message):
     def __init__(self, request: _Optional[_Union[WorkRequest, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., source_instance_id: _Optional[str] = ...) -> None: ...
 
 class FirstDetails(_message.Message):
-    __slots__ = ("logprobs",)
+    __slots__ = ("logprobs", "others")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     logprobs: _inference_pb2.TokenLogprobs
-    def __init__(self, logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+    others: _containers.RepeatedCompositeFieldContainer[FirstToken]
+    def __init__(self, logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., others: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("token_id", "logprobs")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprobs: _inference_pb2.TokenLogprobs
+    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class PrefillEvents(_message.Message):
     __slots__ = ("events",)
@@ -124,16 +134,18 @@ class DecodeEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[DecodeEvent, _Mapping]]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("request_id", "tokens", "finished", "failed")
+    __slots__ = ("request_id", "tokens", "finished", "failed", "choice_finished")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FINISHED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: _inference_pb2.Tokens
     finished: DecodeFinished
     failed: WorkFailed
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Union[_inference_pb2.Tokens, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., failed: _Optional[_Union[WorkFailed, _Mapping]] = ...) -> None: ...
+    choice_finished: _inference_pb2.ChoiceFinished
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Union[_inference_pb2.Tokens, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., failed: _Optional[_Union[WorkFailed, _Mapping]] = ..., choice_finished: _Optional[_Union[_inference_pb2.ChoiceFinished, _Mapping]] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
     __slots__ = ("finish_reason", "stop_reason", "output_tokens", "cached_tokens", "queue_s", "prefill_s", "first_decode_s", "last")

@@ -6,7 +6,8 @@ The life of a request that was handed off:
     2  reserve   blocks for what is not in our prefix cache; first come, first served; else WAIT
     3  grant     the source may compute and send
     4  first     the first token goes to the client while its KV is still in flight
-    5  landed    every layer of every block is here: the sequence joins the batch
+    5  landed    every layer of every block is here: the sequence joins the batch, and with
+                 several answers forks
     6  answer    token after token, until the engine or a stop string ends it
 
 Without a handoff the engine prefills the prompt in chunks between its decode steps.
@@ -20,19 +21,22 @@ from typing import Any
 
 from engine.loop import Engine
 from engine.plan import EngineEvent, Failed, Picked, Sampled, TokenLogprobs
-from engine.request import Purpose, Request
+from engine.request import Purpose, Request, forks_of
 from engine.tokenizer import Tokenizer
 from kvtransfer.handoff.frames import First
 from kvtransfer.target import KvTarget, TargetHandoff
 from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc
-from services.decode.answer import Answer, failed_event
+from services.decode.answer import failed_event
+from services.decode.choices import Choices
 from services.runtime.background import Background, unless
 from services.runtime.engine_port import EnginePort
 from services.runtime.errors import FailedPrecondition, Internal, to_service_error
 from services.runtime.metrics import WorkerMetrics
 from services.runtime.session import Session
 from services.runtime.work import as_attempt, parse_logprobs, parse_work_request
+
+FirstToken = tuple[int, TokenLogprobs | None]
 
 
 class DecodeService(worker_pb2_grpc.DecodeServicer):
@@ -78,59 +82,77 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         """One request, with its one terminal event."""
         try:
             request = parse_work_request(start.request)
-            answer = Answer(request, self._tokenizer, session.emit)
+            choices = Choices(request, self._tokenizer, session.emit)
         except Exception as error:
             session.emit(failed_event(start.request.request_id, to_service_error(error)))
             return
-        await self._work(start, request, answer)
+        await self._work(start, request, choices)
 
-    async def _work(self, start: wire.StartDecode, request: Request, answer: Answer) -> None:
+    async def _work(self, start: wire.StartDecode, request: Request, choices: Choices) -> None:
         attempt = as_attempt(request, next(self._attempts))
+        indexes = {each.request_id: i for i, each in enumerate(forks_of(attempt))}
 
         def on_event(event: EngineEvent) -> None:
             match event:
                 case Sampled():
-                    self._push(answer, event)
+                    if self._push(choices, indexes[event.request_id], event):
+                        self._engine.finish(event.request_id)
                 case Picked():
-                    answer.picked(event.num_cached_tokens)
+                    choices.picked(event.num_cached_tokens)
                     self._note_prompt(request, event.num_cached_tokens, "local_compute")
                 case Failed():
-                    answer.fail(Internal(event.reason))
+                    choices.fail(Internal(event.reason))
 
-        self._port.subscribe(attempt.request_id, on_event)
+        for request_id in indexes:
+            self._port.subscribe(request_id, on_event)
         try:
             if start.handoff_id:
-                await self._receive(start, attempt, answer)
+                await self._receive(start, attempt, choices)
             else:
-                await self._prefill_here(attempt, answer)
+                await self._prefill_here(attempt, choices)
         except Exception as error:
-            answer.fail(to_service_error(error))
+            choices.fail(to_service_error(error))
         finally:
-            self._port.unsubscribe(attempt.request_id)
+            for request_id in indexes:
+                self._port.unsubscribe(request_id)
 
-    async def _prefill_here(self, attempt: Request, answer: Answer) -> None:
+    async def _prefill_here(self, attempt: Request, choices: Choices) -> None:
         try:
             self._engine.submit(attempt, Purpose.LOCAL)
-            await answer.ended.wait()
+            await choices.ended()
         finally:
-            self._engine.finish(attempt.request_id)
+            self._finish(attempt)
 
-    async def _receive(self, start: wire.StartDecode, attempt: Request, answer: Answer) -> None:
+    async def _receive(self, start: wire.StartDecode, attempt: Request, choices: Choices) -> None:
         if self._target is None:
             raise FailedPrecondition("this instance takes no handoffs: its role is colocated")
         handoff = self._target.expect(start.handoff_id, start.request.request_id)
         try:
             first = await self._take(handoff, attempt)
-            answer.num_cached_tokens = first.num_cached_tokens
-            reason = self._engine.finish_reason(attempt, first.token_id)
-            sampled = Sampled(attempt.request_id, first.token_id, reason, _logprobs(first))
-            self._push(answer, sampled)
-            if not answer.ended.is_set():
+            choices.landing(first.num_cached_tokens)
+            firsts = _firsts(first, attempt)
+            ended = self._push_firsts(choices, attempt, firsts)
+            if not choices.has_ended:
                 await handoff.landed()
-                self._engine.join(attempt.request_id, first.token_id)
-                await answer.ended.wait()
+                self._engine.join(attempt.request_id, *(token_id for token_id, _ in firsts))
+                for request_id in ended:
+                    self._engine.finish(request_id)
+                await choices.ended()
         finally:
-            self._background.spawn(self._release(attempt.request_id, handoff))
+            self._background.spawn(self._release(attempt, handoff))
+
+    def _push_firsts(
+        self, choices: Choices, attempt: Request, firsts: list[FirstToken]
+    ) -> list[str]:
+        """The first token of every answer goes out at once; who has ended with it."""
+        ended = []
+        pairs = zip(forks_of(attempt), firsts, strict=True)
+        for index, (request, (token_id, logprobs)) in enumerate(pairs):
+            reason = self._engine.finish_reason(request, token_id)
+            sampled = Sampled(request.request_id, token_id, reason, logprobs)
+            if self._push(choices, index, sampled):
+                ended.append(request.request_id)
+        return ended
 
     async def _take(self, handoff: TargetHandoff, request: Request) -> First:
         """From the offer to the first token; the KV may still be in flight."""
@@ -152,23 +174,47 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         finally:
             first.cancel()
 
-    def _push(self, answer: Answer, sampled: Sampled) -> None:
-        before = answer.num_output_tokens
-        answer.push(sampled)
-        self._metrics.output_tokens_total.inc(answer.num_output_tokens - before)
+    def _push(self, choices: Choices, index: int, sampled: Sampled) -> bool:
+        """True when that answer has ended."""
+        before = choices.num_output_tokens
+        has_ended = choices.push(index, sampled)
+        self._metrics.output_tokens_total.inc(choices.num_output_tokens - before)
+        return has_ended
+
+    def _finish(self, attempt: Request) -> None:
+        """Done with all sequences of an attempt. The first comes first: until it has ended, it
+        may still fork."""
+        for request in forks_of(attempt):
+            self._engine.finish(request.request_id)
 
     def _note_prompt(self, request: Request, num_cached: int, rest: str) -> None:
         self._metrics.prompt_tokens_total("local_cache_hit").inc(num_cached)
         self._metrics.prompt_tokens_total(rest).inc(request.num_known_tokens - num_cached)
 
-    async def _release(self, request_id: str, handoff: TargetHandoff) -> None:
+    async def _release(self, attempt: Request, handoff: TargetHandoff) -> None:
         """Free the blocks once nothing writes to them any more."""
         handoff.cancel("the decode instance is done with the request")
         await handoff.drained()
-        self._engine.finish(request_id)
+        self._finish(attempt)
         self._port.notify_moved()
 
 
-def _logprobs(first: First) -> TokenLogprobs | None:
+def _firsts(first: First, attempt: Request) -> list[FirstToken]:
+    """The first token of every answer.
+
+    Raises:
+        FailedPrecondition: they are not as many as the answers.
+    """
     details = wire.FirstDetails.FromString(first.details)
-    return parse_logprobs(details.logprobs) if details.HasField("logprobs") else None
+    firsts: list[FirstToken] = [(first.token_id, _logprobs(details))]
+    firsts += [(each.token_id, _logprobs(each)) for each in details.others]
+    if len(firsts) != attempt.sampling.num_candidates:
+        raise FailedPrecondition(
+            f"the prefill instance sent {len(firsts)} first tokens for "
+            f"{attempt.sampling.num_candidates} answers"
+        )
+    return firsts
+
+
+def _logprobs(message: wire.FirstDetails | wire.FirstToken) -> TokenLogprobs | None:
+    return parse_logprobs(message.logprobs) if message.HasField("logprobs") else None

@@ -7,7 +7,8 @@ The life of a request here:
                  told all along that one will come
     3  granted   the decode instance has blocks, too: from now on it may be computed
     4  layers    each layer of each chunk is on its way while the next one computes
-    5  first     the first token is sampled and sent ahead of the KV still in flight
+    5  first     the first token, with several answers that of each, is sampled and sent ahead of
+                 the KV still in flight
     6  released  everything landed; our hold on the blocks ends, the prefix cache keeps them
 
 Whatever ends it early, the handoff is cancelled and drained before a block is freed.
@@ -22,7 +23,7 @@ from typing import Any
 
 from engine.loop import Engine
 from engine.plan import EngineEvent, Failed, Picked, Sampled
-from engine.request import Purpose, Request
+from engine.request import Purpose, Request, forks_of
 from kvtransfer.source import KvSource, SourceHandoff
 from kvtransfer.stats import HandoffStats
 from protos import worker_pb2 as wire
@@ -38,10 +39,13 @@ from services.runtime.work import as_attempt, logprobs_message, parse_work_reque
 class _Progress:
     """What the engine tells about one prompt, as futures that are awaited in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_ids: tuple[str, ...]) -> None:
         loop = asyncio.get_running_loop()
+        self._request_ids = request_ids
+        self._firsts: dict[str, Sampled] = {}
         self.picked: asyncio.Future[Picked] = loop.create_future()
-        self.sampled: asyncio.Future[Sampled] = loop.create_future()
+        self.sampled: asyncio.Future[list[Sampled]] = loop.create_future()
+        """The first token of every answer."""
 
     def on_event(self, event: EngineEvent) -> None:
         match event:
@@ -49,8 +53,9 @@ class _Progress:
                 if not self.picked.done():
                     self.picked.set_result(event)
             case Sampled():
-                if not self.sampled.done():
-                    self.sampled.set_result(event)
+                self._firsts[event.request_id] = event
+                if len(self._firsts) == len(self._request_ids) and not self.sampled.done():
+                    self.sampled.set_result([self._firsts[each] for each in self._request_ids])
             case Failed():
                 for future in (self.picked, self.sampled):
                     if not future.done():
@@ -114,7 +119,8 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     ) -> wire.PrefillDone:
         request = as_attempt(parse_work_request(start.request), next(self._attempts))
         arrived_s = self._clock()
-        progress = _Progress()
+        request_ids = tuple(each.request_id for each in forks_of(request))
+        progress = _Progress(request_ids)
         handoff: SourceHandoff | None = None
 
         def on_layer(layer: int, num_tokens: int) -> None:
@@ -122,6 +128,8 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 handoff.layer_ready(layer, num_tokens)
 
         self._port.subscribe(request.request_id, progress.on_event, on_layer)
+        for request_id in request_ids[1:]:
+            self._port.subscribe(request_id, progress.on_event)
         try:
             self._engine.submit(request, Purpose.SOURCE)
             self._source.announce(start.handoff_id, start.target_address, start.target_instance_id)
@@ -146,7 +154,8 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 skipped_tokens=stats.num_held_tokens,
             )
         finally:
-            self._port.unsubscribe(request.request_id)
+            for request_id in request_ids:
+                self._port.unsubscribe(request_id)
             self._source.cancel(start.handoff_id, "the prefill instance gave the request up")
             self._background.spawn(self._release(request.request_id, handoff))
 
@@ -159,13 +168,13 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             for layer in range(self._source.layout.num_layers):
                 handoff.layer_ready(layer, picked.num_cached_tokens)
             self._engine.grant(request.request_id)
-            sampled = await unless(progress.sampled, released)
+            first, *others = await unless(progress.sampled, released)
             computed_s = self._clock()
             handoff.first(
                 request.num_known_tokens,
-                sampled.token_id,
+                first.token_id,
                 picked.num_cached_tokens,
-                _details(sampled),
+                _details(first, others),
             )
             return await released, computed_s
         finally:
@@ -197,9 +206,13 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         )
 
 
-def _details(sampled: Sampled) -> bytes:
-    """What the decode instance must know of the first token, beside its id."""
-    if sampled.logprobs is None:
-        return b""
-    details = wire.FirstDetails(logprobs=logprobs_message(sampled.logprobs))
+def _details(first: Sampled, others: list[Sampled]) -> bytes:
+    """What the decode instance must know of the first tokens, beside the id of the first."""
+    details = wire.FirstDetails()
+    if first.logprobs is not None:
+        details.logprobs.CopyFrom(logprobs_message(first.logprobs))
+    for other in others:
+        said = details.others.add(token_id=other.token_id)
+        if other.logprobs is not None:
+            said.logprobs.CopyFrom(logprobs_message(other.logprobs))
     return bytes(details.SerializeToString())

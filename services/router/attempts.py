@@ -4,7 +4,7 @@
     2  attempt   ``dispatch`` follows both legs; its tokens are passed on
     3  failed    ``healing`` says whether another attempt goes on after the tokens that are out
     4  again     on instances that are left, or come back within a second; the request reads as its
-                 prompt and what was written of the answer
+                 prompt and what was written of the answer; several are written anew (``replay``)
 
 Nobody outside sees a seam: tokens, text, stops, counts and randomness follow from parameters,
 prompt and output alone. Knows nothing of clients. Used by ``serving``.
@@ -25,6 +25,7 @@ from services.router.dispatch import Attempt
 from services.router.fleet import Fleet
 from services.router.healing import CAPACITY_S, History, LegFailure, is_curable, verdict
 from services.router.placement import place
+from services.router.replay import Output, Replay
 from services.router.request_table import RequestEvent, RequestRecord
 from services.router.timeline import Marks
 from services.runtime.errors import DeadlineExceeded, ServiceError, Unavailable
@@ -67,16 +68,19 @@ class Attempts:
         marks: Marks,
         attempt: Attempt,
         deadline_s: float | None,
-    ) -> AsyncGenerator[public.Tokens, None]:
+    ) -> AsyncGenerator[Output, None]:
         """The whole answer, through as many attempts as it takes."""
         history = History()
+        has_one_answer = request.sampling.num_candidates == 1
+        replay = Replay()
         while True:
             output: list[int] = []
             try:
-                async with contextlib.aclosing(attempt.run()) as tokens_of_attempt:
-                    async for tokens in tokens_of_attempt:
-                        output += tokens.token_ids
-                        yield tokens
+                async with contextlib.aclosing(attempt.run()) as outputs_of_attempt:
+                    async for each in outputs_of_attempt:
+                        if has_one_answer or replay.is_new(each):
+                            output += each.token_ids if isinstance(each, public.Tokens) else ()
+                            yield each
                 self._breakers.succeeded(
                     filter(None, (marks.prefill_instance, marks.decode_instance))
                 )
@@ -92,7 +96,9 @@ class Attempts:
                 failed = failure
             self._metrics.retries_total.inc()
             record.advance(RequestEvent.RETRY)
-            request = replace(request, output_token_ids=(*request.output_token_ids, *output))
+            if has_one_answer:
+                request = replace(request, output_token_ids=(*request.output_token_ids, *output))
+            replay.restart()
             with self._ended_from_outside(record, deadline_s) as ended:
                 try:
                     attempt = await self._place_again(request, record, marks, history, ended)

@@ -23,6 +23,7 @@ from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
 from services.router.healing import LegFailure
 from services.router.link import Event, Link
+from services.router.replay import Output
 from services.router.request_table import RequestEvent, RequestRecord, RequestState
 from services.router.timeline import Marks
 from services.runtime.errors import (
@@ -102,7 +103,7 @@ class Attempt:
         """End the attempt from outside: by the client, by its deadline, by the router's stop."""
         self._inbox.put_nowait((None, error))
 
-    async def run(self) -> AsyncGenerator[public.Tokens, None]:
+    async def run(self) -> AsyncGenerator[Output, None]:
         """The answer as it comes; returns when it is whole (``Marks.decode_finished``).
 
         Raises:
@@ -117,8 +118,8 @@ class Attempt:
                 elif isinstance(event, wire.PrefillEvent):
                     assert leg is not None
                     self._follow_prefill(leg, event)
-                elif (tokens := self._follow_decode(event)) is not None and _says_something(tokens):
-                    yield tokens
+                elif (output := self._follow_decode(event)) is not None and _says_something(output):
+                    yield output
             await self._settle()
         finally:
             self.close()
@@ -161,11 +162,13 @@ class Attempt:
                 self._end_leg(leg)
                 self._fail(leg, _leg_error(event.failed))
 
-    def _follow_decode(self, event: wire.DecodeEvent) -> public.Tokens | None:
+    def _follow_decode(self, event: wire.DecodeEvent) -> Output | None:
         match event.WhichOneof("event"):
             case "tokens":
                 self._note_tokens()
                 return event.tokens
+            case "choice_finished":
+                return event.choice_finished
             case "finished":
                 self._end_leg(self._decode)
                 self._marks.finished_s = self._clock()
@@ -205,8 +208,10 @@ class Attempt:
             return  # no report, or one of a failure that came too late to matter
 
 
-def _says_something(tokens: public.Tokens) -> bool:
-    return bool(tokens.token_ids or tokens.text)
+def _says_something(output: Output) -> bool:
+    if isinstance(output, public.ChoiceFinished):
+        return True
+    return bool(output.token_ids or output.text)
 
 
 def _leg_error(failed: wire.WorkFailed) -> ServiceError:

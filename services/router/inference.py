@@ -177,6 +177,7 @@ _NUMBERS = (
     "repetition_penalty",
     "min_tokens",
     "logprobs",
+    "n",
 )
 """Fields of SamplingParams that know whether they are set."""
 _NOT_YET = ("prompt_logprobs", "beam_search")
@@ -193,9 +194,8 @@ def raw_request(request: public.GenerateRequest) -> RawRequest:
     for field in _NOT_YET:
         if sampling.HasField(field):
             raise InvalidArgument(SPELLING(field), "is not supported")
-    for field in ("n", "best_of"):
-        if sampling.HasField(field) and getattr(sampling, field) != 1:
-            raise InvalidArgument(SPELLING(field), "only 1 is supported")
+    if sampling.HasField("best_of") and sampling.best_of != 1:
+        raise InvalidArgument(SPELLING("best_of"), "only 1 is supported")
     numbers: dict[str, Any] = {n: getattr(sampling, n) for n in _NUMBERS if sampling.HasField(n)}
     return RawRequest(
         prompt=prompt,
@@ -274,6 +274,8 @@ def _response(request_id: str, client_request_id: str, event: Answer) -> public.
             response.accepted.CopyFrom(event)
         case public.Tokens():
             response.tokens.CopyFrom(event)
+        case public.ChoiceFinished():
+            response.choice_finished.CopyFrom(event)
         case public.Finished():
             response.finished.CopyFrom(event)
     return response

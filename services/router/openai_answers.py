@@ -17,7 +17,7 @@ from services.router.openai_logprobs import (
     completion_logprobs,
     num_characters,
 )
-from services.router.serving import FINISH_REASON_NAMES, Answer
+from services.router.serving import FINISH_REASON_NAMES
 from services.runtime.errors import InvalidArgument, NotFound, ServiceError
 
 Json = dict[str, Any]
@@ -42,7 +42,7 @@ class Choice:
     def wants_logprobs(self) -> bool:
         return self.request.sampling.logprobs is not None
 
-    def take(self, event: Answer) -> None:
+    def take(self, event: public.Accepted | public.Tokens | public.Finished) -> None:
         if isinstance(event, public.Finished):
             self.finished = event
         elif isinstance(event, public.Tokens):
@@ -85,6 +85,13 @@ def usage(choices: Sequence[Choice]) -> Json:
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": sum(part.cached_tokens for part in parts)},
     }
+
+
+def count_prompt(choice: Choice, total: public.Usage) -> None:
+    """Add the prompt's tokens, which several choices share, to one of them."""
+    assert choice.finished is not None
+    choice.finished.usage.prompt_tokens = total.prompt_tokens
+    choice.finished.usage.cached_tokens = total.cached_tokens
 
 
 class CompletionForm:

@@ -27,7 +27,6 @@ from services.router.http_server import EventStream, read_body, until_disconnect
 from services.router.intake import RawRequest, new_request_id
 from services.router.openai_answers import (
     ChatForm,
-    Choice,
     CompletionForm,
     Envelope,
     Form,
@@ -37,7 +36,14 @@ from services.router.openai_answers import (
 )
 from services.router.openai_calls import Calling
 from services.router.openai_schemas import BodyType, ChatBody, CompletionBody, parse_body
-from services.router.openai_stream import Answers, accepted, merge, sse_events
+from services.router.openai_stream import (
+    Answers,
+    accepted,
+    by_choice,
+    choices_of,
+    merge,
+    sse_events,
+)
 from services.router.served_model import ServedModel
 from services.router.serving import Serving
 from services.runtime.errors import (
@@ -133,7 +139,8 @@ class OpenAiApi:
             return _error_response(self._serving.refused(unexpected), headers)
         answers = self._answers(raws, received_s)
         try:
-            work = self._respond(body, form, answers, len(raws), headers)
+            count = len(raws) * max(1, body.n or 1)
+            work = self._respond(body, form, answers, count, headers)
             response = await until_disconnect(request.receive, work)
         except BaseException as unexpected:
             await answers.aclose()
@@ -160,7 +167,7 @@ class OpenAiApi:
     ) -> Response:
         """Wait until all requests are accepted; then the whole answer, or the start of a stream."""
         choices, early = await accepted(answers, count)
-        envelope = self._envelope(body, form, choices[0])
+        envelope = self._envelope(body, form, choices[0].request.request_id)
         if body.stream:
             events = sse_events(form, envelope, choices, early, answers)
             return EventStream(events, headers)
@@ -173,18 +180,18 @@ class OpenAiApi:
     async def _answers(self, raws: Sequence[RawRequest], received_s: float) -> Answers:
         """The events of all requests as they come, each with the choice it belongs to."""
         with self._serving.enter(len(raws)):
-            choices = [
-                Choice(index, await self._serving.parse(raw)) for index, raw in enumerate(raws)
-            ]
-            streams = [self._serving.answer(each.request, received_s) for each in choices]
+            requests = [await self._serving.parse(raw) for raw in raws]
+            groups = choices_of(requests)
+            streams = [self._serving.answer(request, received_s) for request in requests]
             async with contextlib.aclosing(merge(streams)) as merged:
                 async for index, event in merged:
-                    yield choices[index], event
+                    for choice, part in by_choice(groups[index], event):
+                        yield choice, part
 
-    def _envelope(self, body: Body, form: Form, choice: Choice) -> Envelope:
+    def _envelope(self, body: Body, form: Form, request_id: str) -> Envelope:
         digest = self._serving.model_digest
         return Envelope(
-            response_id=form.id_prefix + choice.request.request_id,
+            response_id=form.id_prefix + request_id,
             created=int(time.time()),
             model=body.model or self._model.model_id,
             system_fingerprint=f"kvrelay-{digest[:12]}" if digest else None,

@@ -23,6 +23,8 @@ _MOST_DIGITS = 10
 """Of a token id."""
 MAX_PROMPTS = 64
 """Prompts in one completions request."""
+MAX_CHOICES = 128
+"""Answers to all of them together."""
 
 
 def _unset(value: Any) -> bool:
@@ -42,7 +44,6 @@ def _text_only(value: Any) -> bool:
 
 
 REFUSED: Mapping[str, Callable[[Any], bool]] = {
-    "n": _one,
     "best_of": _one,
     "prompt_logprobs": lambda value: value is None,
     "echo": _unset,
@@ -79,6 +80,7 @@ class _Body(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    n: int | None = None
     stop: str | Listed[str] | None = None
     stop_token_ids: Listed[int] | None = None
     ignore_eos: bool | None = None
@@ -126,6 +128,7 @@ class _Body(BaseModel):
             top_p=self.top_p,
             top_k=self.top_k,
             seed=self.seed,
+            n=self.n,
             max_tokens=max_tokens,
             stop=stop,
             stop_token_ids=self.stop_token_ids or (),
@@ -160,6 +163,10 @@ class CompletionBody(_Body):
         prompts = _prompts(self.prompt)
         if len(prompts) > MAX_PROMPTS:
             raise InvalidArgument("prompt", f"{len(prompts)} prompts, {MAX_PROMPTS} are allowed")
+        if len(prompts) * (self.n or 1) > MAX_CHOICES:
+            raise InvalidArgument(
+                "n", f"{self.n} answers to {len(prompts)} prompts, {MAX_CHOICES} in all are allowed"
+            )
         sampling = self.sampling(self.max_tokens, self.logprobs)
         return [
             RawRequest(

@@ -5,16 +5,26 @@ Knows nothing of HTTP or of how answers come about. Used by ``openai_api``.
 
 import asyncio
 import contextlib
+import itertools
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
+from engine.request import Request
 from protos import inference_pb2 as public
-from services.router.openai_answers import Choice, Envelope, Form, Json, error_object
+from services.router.openai_answers import (
+    Choice,
+    Envelope,
+    Form,
+    Json,
+    count_prompt,
+    error_object,
+)
 from services.router.serving import Answer
 from services.runtime.errors import to_service_error
 
 Output = public.Tokens | public.Finished
-Answers = AsyncGenerator[tuple[Choice, Answer], None]
+ChoiceEvent = public.Accepted | Output
+Answers = AsyncGenerator[tuple[Choice, ChoiceEvent], None]
 
 DONE = b"data: [DONE]\n\n"
 
@@ -58,6 +68,41 @@ async def _pump(
                 queue.put_nowait((index, event))
     finally:
         queue.put_nowait(None)
+
+
+def choices_of(requests: Sequence[Request]) -> list[list[Choice]]:
+    """The choices of each request, numbered through."""
+    numbers = itertools.count()
+    return [[Choice(next(numbers), each) for _ in range(each.sampling.n)] for each in requests]
+
+
+def by_choice(choices: Sequence[Choice], event: Answer) -> Iterator[tuple[Choice, ChoiceEvent]]:
+    """What an event of one request means to its choices: each has its tokens and its end.
+
+    The prompt is counted once, with the first choice.
+    """
+    match event:
+        case public.Accepted():
+            yield from ((choice, event) for choice in choices)
+        case public.Tokens():
+            yield choices[event.index], event
+        case public.ChoiceFinished():
+            choice = choices[event.index]
+            choice.finished = public.Finished(
+                finish_reason=event.finish_reason,
+                stop_reason=event.stop_reason,
+                usage=public.Usage(output_tokens=event.output_tokens),
+            )
+            yield choice, choice.finished
+        case public.Finished() if len(choices) == 1:
+            choices[0].finished = event
+            yield choices[0], event
+        case public.Finished():
+            # Those are open that an abort ended before their own end.
+            for choice in [each for each in choices if each.finished is None]:
+                choice.finished = public.Finished(finish_reason=event.finish_reason)
+                yield choice, choice.finished
+            count_prompt(choices[0], event.usage)
 
 
 async def accepted(

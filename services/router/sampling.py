@@ -28,6 +28,8 @@ MAX_GUIDE_CHARACTERS = 65_536
 MAX_CHOICES = 256
 MAX_CHOICE_CHARACTERS = 256
 MAX_TEMPERATURE = 2.0
+MAX_ANSWERS = 16
+"""To one prompt."""
 MAX_REPETITION_PENALTY = 10.0
 SEEDS = 2**64
 
@@ -57,6 +59,7 @@ class RawSampling:
     include_stop: bool = False
     bad_words: Sequence[str] = ()
     logprobs: int | None = None
+    n: int | None = None
     guide: Guide | None = None
 
 
@@ -116,6 +119,7 @@ def parse_sampling(
         include_stop=given.include_stop,
         bad_words=_bad_words(given.bad_words, spelled("bad_words"), tokenizer),
         logprobs=_logprobs(given.logprobs, spelled("logprobs")),
+        n=_between(given.n, 1, 1, MAX_ANSWERS, spelled("n")),
         guide=given.guide,
     )
 

@@ -2,7 +2,7 @@
 
     1  admit     ``admission`` holds room for it, then ``intake`` parses it
     2  place     ``attempts`` puts it on instances, and on others when those fail
-    3  forward   Accepted, then tokens as they come
+    3  forward   Accepted, then tokens as they come, and the end of each of several answers
     4  end       exactly one terminal event: Finished, or a ServiceError
     5  account   whatever the end, legs are stopped, the record leaves the table, metrics count it
 
@@ -36,7 +36,7 @@ from services.runtime.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
 
-Answer = public.Accepted | public.Tokens | public.Finished
+Answer = public.Accepted | public.Tokens | public.ChoiceFinished | public.Finished
 
 FINISH_REASON_NAMES = {
     public.FINISH_REASON_STOP: "stop",
@@ -128,7 +128,7 @@ class Serving:
     async def answer(
         self, request: Request, received_s: float, deadline_s: float | None = None
     ) -> AsyncGenerator[Answer, None]:
-        """Accepted, any number of Tokens, Finished.
+        """Accepted, any number of Tokens, with several answers a ChoiceFinished each, Finished.
 
         Args:
             received_s: when it reached the router, by the clock.
@@ -150,9 +150,10 @@ class Serving:
                 )
                 whole = self._attempts.write(request, record, marks, attempt, deadline_s)
                 async with contextlib.aclosing(whole) as answer:
-                    async for tokens in answer:
-                        self._note(marks, tokens)
-                        yield tokens
+                    async for output in answer:
+                        if isinstance(output, public.Tokens):
+                            self._note(marks, output)
+                        yield output
             finished = self._finished(record, marks)
             record.advance(RequestEvent.FINISH)
             outcome = FINISH_REASON_NAMES.get(finished.finish_reason, "error")
@@ -176,10 +177,11 @@ class Serving:
     def _note(self, marks: Marks, tokens: public.Tokens) -> None:
         count = len(tokens.token_ids)
         now_s = self._clock()
-        gap_s = marks.note_tokens(now_s, count)
-        if gap_s is None:
+        is_first = marks.first_token_s is None
+        gap_s = marks.note_tokens(now_s, count, tokens.index)
+        if is_first:
             self._metrics.time_to_first_token_seconds.observe(now_s - marks.received_s)
-        elif count:
+        elif count and gap_s is not None:
             self._metrics.inter_token_latency_seconds.observe(gap_s)
 
     def _finished(self, record: RequestRecord, marks: Marks) -> public.Finished:

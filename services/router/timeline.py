@@ -4,7 +4,8 @@ Times of the router's own clock are marks; what instances measured arrives as du
 clocks need not agree. Knows nothing of streams. Written by ``serving`` and ``dispatch``.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
@@ -19,14 +20,19 @@ class Marks:
     num_attempts: int = 0
     dispatched_s: float | None = None
     first_token_s: float | None = None
-    last_token_s: float | None = None
+    last_token_s: dict[int, float] = field(default_factory=dict)
+    """Of each answer, by index."""
     finished_s: float | None = None
     num_output_tokens: int = 0
+    """Of all answers together."""
+    num_longest_tokens: int = 0
+    """Of the answer that has most."""
     prefill_instance: str = ""
     decode_instance: str = ""
     prefill_started: wire.PrefillStarted | None = None
     prefill_done: wire.PrefillDone | None = None
     decode_finished: wire.DecodeFinished | None = None
+    _num_tokens: Counter[int] = field(default_factory=Counter)
 
     def begin_attempt(self) -> None:
         """What instances said of an earlier one is void."""
@@ -34,14 +40,20 @@ class Marks:
         self.prefill_instance = self.decode_instance = ""
         self.prefill_started = self.prefill_done = self.decode_finished = None
 
-    def note_tokens(self, now_s: float, count: int) -> float | None:
-        """New output tokens came; returns the gap to those before, None for the first."""
-        before_s, self.last_token_s = self.last_token_s, now_s
+    def note_tokens(self, now_s: float, count: int, index: int = 0) -> float | None:
+        """New output tokens of one answer came.
+
+        Returns:
+            The gap to those before, None for the answer's first.
+        """
+        before_s = self.last_token_s.get(index)
+        self.last_token_s[index] = now_s
         self.num_output_tokens += count
-        if before_s is None:
+        self._num_tokens[index] += count
+        self.num_longest_tokens = max(self.num_longest_tokens, self._num_tokens[index])
+        if self.first_token_s is None:
             self.first_token_s = now_s
-            return None
-        return now_s - before_s
+        return None if before_s is None else now_s - before_s
 
 
 def timeline(marks: Marks) -> public.Timeline:
@@ -66,8 +78,8 @@ def timeline(marks: Marks) -> public.Timeline:
         decode_instance=marks.decode_instance,
         grant_s=started.grant_s if started else 0.0,
     )
-    if marks.num_output_tokens > 1:
-        result.tpot_s = (e2e_s - ttft_s) / (marks.num_output_tokens - 1)
+    if marks.num_longest_tokens > 1:
+        result.tpot_s = (e2e_s - ttft_s) / (marks.num_longest_tokens - 1)
     if done:
         result.handoff_s = done.handoff_s
         result.handoff_hidden_ratio = done.handoff_hidden_ratio

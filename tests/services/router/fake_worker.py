@@ -1,8 +1,8 @@
 """An instance without an engine: a real gRPC server whose answers are scripted.
 
 A decode instance answers with the letters of ``ANSWER``, one a step, as a byte tokenizer spells
-them; a script can make either service fail, stall or fall silent. Everything that the router
-asked for is kept, so that tests can look at it.
+them; of several answers each begins a letter later. A script can make either service fail, stall
+or fall silent. Everything that the router asked for is kept, so that tests can look at it.
 """
 
 import asyncio
@@ -216,7 +216,7 @@ class _Decode(worker_pb2_grpc.DecodeServicer):
             emit(wire.DecodeEvents(events=[told]))
 
         await asyncio.sleep(script.first_s)
-        wanted = request.sampling.max_tokens
+        wanted, num_answers = request.sampling.max_tokens, max(1, request.sampling.n)
         count = min(wanted, script.stop_at) if script.stop_at is not None else wanted
         for index in range(len(request.output_token_ids), count):
             if index == script.stall_after:
@@ -224,15 +224,19 @@ class _Decode(worker_pb2_grpc.DecodeServicer):
             if index == script.fail_after:
                 say(failed=script.failure)
                 return
-            letter = script.answer[index % len(script.answer)]
-            say(tokens=public.Tokens(token_ids=[ord(letter)], text=letter))
+            for choice in range(num_answers):
+                letter = script.answer[(index + choice) % len(script.answer)]
+                say(tokens=public.Tokens(token_ids=[ord(letter)], text=letter, index=choice))
             await asyncio.sleep(script.step_s)
         stopped = script.stop_at is not None and script.stop_at <= wanted
         reason = public.FINISH_REASON_STOP if stopped else public.FINISH_REASON_LENGTH
+        for choice in range(num_answers if num_answers > 1 else 0):
+            ended = public.ChoiceFinished(index=choice, finish_reason=reason, output_tokens=count)
+            say(choice_finished=ended)
         say(
             finished=wire.DecodeFinished(
                 finish_reason=reason,
-                output_tokens=count,
+                output_tokens=count * num_answers,
                 cached_tokens=3,
                 queue_s=0.25 if local else 0.0,
                 prefill_s=0.5 if local else 0.0,

@@ -110,6 +110,27 @@ async def test_a_dead_decode_instance_is_replaced(
     assert cluster.outcome("length") == 1
 
 
+async def test_several_answers_are_written_anew_and_told_once(start_router: StartRouter) -> None:
+    cluster = await start_router(prefill=1, decode=1, script=Script(stall_after=3))
+    stalled = cluster.worker(Role.DECODE)
+    call = cluster.stub.Generate(generate_request("x" * 20, max_tokens=9, n=2, seed=7), timeout=10)
+    stream = aiter(call)
+    responses = [await anext(stream) for _ in range(5)]
+    other = await cluster.add(FakeWorker(Role.DECODE))
+    await stalled.kill()
+    responses += [each async for each in stream]
+    texts = ["", ""]
+    for each in responses:
+        texts[each.tokens.index] += each.tokens.text
+    assert texts == [ANSWER[:9], ANSWER[1:10]]
+    ends = [each.choice_finished for each in responses if each.HasField("choice_finished")]
+    assert [(each.index, each.output_tokens) for each in ends] == [(0, 9), (1, 9)]
+    usage = responses[-1].finished.usage
+    assert (usage.prompt_tokens, usage.output_tokens) == (20, 18)
+    [order] = other.starts
+    assert not order.request.output_token_ids and order.request.sampling.seed == 7
+
+
 async def test_a_leg_that_fails_is_tried_elsewhere_first(start_router: StartRouter) -> None:
     failing = Script(step_s=0.3, fail_after=2, failure=wire.WorkFailed(code=13, message="a bug"))
     cluster = await start_router(decode=1, script=failing)

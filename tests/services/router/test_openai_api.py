@@ -179,6 +179,58 @@ async def test_several_prompts_are_several_choices(start_router: StartRouter, st
     assert texts == [ANSWER[:3], ANSWER[:3]]
 
 
+@pytest.mark.parametrize("num_prompts", [1, 2])
+async def test_several_answers_are_several_choices(
+    start_router: StartRouter, num_prompts: int
+) -> None:
+    cluster = await start_router(prefill=1, decode=2)
+    prompts: list[Any] = [LONG, "abc"][:num_prompts]
+    wanted = [ANSWER[i : i + 3] for i in (0, 1)] * num_prompts
+    async with _client(cluster) as client:
+        whole = await client.completions.create(model="bytes", prompt=prompts, max_tokens=3, n=2)
+        assert [(each.index, each.text) for each in whole.choices] == list(enumerate(wanted))
+        assert {each.finish_reason for each in whole.choices} == {"length"}
+        num_prompt_tokens = 20 if num_prompts == 1 else 23
+        assert whole.usage is not None
+        assert whole.usage.prompt_tokens == num_prompt_tokens
+        assert whole.usage.completion_tokens == 6 * num_prompts
+        chunks = await client.completions.create(
+            model="bytes",
+            prompt=prompts,
+            max_tokens=3,
+            n=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        told = [chunk async for chunk in chunks]
+    texts, ends = [""] * len(wanted), [""] * len(wanted)
+    for chunk in told[:-1]:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+        ends[chunk.choices[0].index] += chunk.choices[0].finish_reason or ""
+    assert (texts, set(ends)) == (wanted, {"length"})
+    assert told[-1].usage == whole.usage
+    decode_starts = [start for w in cluster.workers for start in w.starts if w.role is Role.DECODE]
+    assert [start.request.sampling.n for start in decode_starts] == [2] * 2 * num_prompts
+
+
+async def test_an_abort_ends_every_answer_with_its_reason(start_router: StartRouter) -> None:
+    cluster = await start_router(decode=1, script=Script(stall_after=2))
+    async with _client(cluster) as client:
+        stream = await client.chat.completions.create(
+            model="bytes", messages=USER, max_tokens=9, n=2, stream=True
+        )
+        ends: dict[int, str] = {}
+        num_chunks = 0
+        async for chunk in stream:
+            num_chunks += 1
+            if chunk.choices[0].finish_reason:
+                ends[chunk.choices[0].index] = chunk.choices[0].finish_reason
+            if num_chunks == 6:
+                request_id = chunk.id.removeprefix("chatcmpl-")
+                await cluster.stub.Abort(public.AbortRequest(request_id=request_id))
+    assert ends == {0: "abort", 1: "abort"}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompts", [1, 3])
 async def test_a_client_that_disconnects_stops_its_requests(

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from engine.config import EngineConfig
+from engine.request import fork_seed
 from protos import cluster_pb2, cluster_pb2_grpc, worker_pb2_grpc
 from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
@@ -83,12 +84,16 @@ class Pair:
         self.decode_leg = Leg(worker_pb2_grpc.DecodeStub(self._channels[1]).Run, wire.DecodeCommand)
 
     async def start(
-        self, ids: list[int], max_tokens: int = 8, handoff: bool = True, legs: str = "PD"
+        self,
+        ids: list[int],
+        max_tokens: int = 8,
+        handoff: bool = True,
+        legs: str = "PD",
+        **sampling_fields: Any,
     ) -> str:
         request_id, handoff_id = secrets.token_hex(4), secrets.token_bytes(16)
-        sampling = public.SamplingParams(
-            temperature=0, top_p=1, max_tokens=max_tokens, ignore_eos=True
-        )
+        fields = {"temperature": 0, "top_p": 1, "max_tokens": max_tokens, "ignore_eos": True}
+        sampling = public.SamplingParams(**(fields | sampling_fields))
         request = wire.WorkRequest(request_id=request_id, prompt_token_ids=ids, sampling=sampling)
         if "D" in legs:
             await self.decode_leg.say(
@@ -113,6 +118,26 @@ class Pair:
             if not event.HasField("tokens"):
                 return ids, event
             ids += event.tokens.token_ids
+
+    async def answers(self, request_id: str, count: int) -> list[list[int]]:
+        """The token ids of several answers to one request, each ended once, and all together."""
+        ids: list[list[int]] = [[] for _ in range(count)]
+        ended: list[int] = []
+        while True:
+            event = await asyncio.wait_for(self.decode_leg.events.get(), 20)
+            match event.WhichOneof("event"):
+                case "tokens":
+                    ids[event.tokens.index] += event.tokens.token_ids
+                case "choice_finished":
+                    choice = event.choice_finished
+                    assert choice.output_tokens == len(ids[choice.index])
+                    ended.append(choice.index)
+                case "finished":
+                    assert sorted(ended) == list(range(count))
+                    assert event.finished.output_tokens == sum(map(len, ids))
+                    return ids
+                case _:
+                    raise AssertionError(event)
 
     async def nothing_held(self, within_s: float = 1.0) -> None:
         deadline = asyncio.get_running_loop().time() + within_s
@@ -193,6 +218,46 @@ async def test_a_second_time_prefixes_hit_on_both_sides(pair: Pair) -> None:
     once, twice = (e.done for e in events if e.HasField("done"))
     assert twice.computed_tokens == 12 and twice.skipped_tokens == 288
     assert twice.handoff_bytes < once.handoff_bytes / 10
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 300])
+async def test_every_answer_is_that_of_its_own_seed(pair: Pair, length: int) -> None:
+    """One handoff, three answers: each as if asked for alone, wherever the prompt is read."""
+    drawn = {"temperature": 1.0, "max_tokens": 20}
+    alone = []
+    for index in range(3):
+        seed = fork_seed(11, index)
+        ids, end = await pair.answer(await pair.start(prompt(length), seed=seed, **drawn))
+        alone.append([*ids, *end.finished.last.token_ids])
+    for handoff in (True, False):
+        request_id = await pair.start(prompt(length), handoff=handoff, seed=11, n=3, **drawn)
+        assert await pair.answers(request_id, 3) == alone
+        await pair.nothing_held()
+    assert len({tuple(ids) for ids in alone}) == 3
+
+
+async def test_answers_that_end_with_their_first_token(pair: Pair) -> None:
+    """Every answer may end with any token of the others', the first one included."""
+    drawn = {"temperature": 1.0, "seed": 3, "n": 4, "max_tokens": 6}
+    free = await pair.answers(await pair.start(prompt(40), **drawn), 4)
+    stops = [free[0][0], free[1][2]]
+    assert free[2][0] not in stops, "the seed makes this test"
+    cut = []
+    for ids in free:
+        at = next((i for i, token_id in enumerate(ids) if token_id in stops), len(ids))
+        cut.append(ids[:at])
+    for handoff in (True, False):
+        request_id = await pair.start(prompt(40), handoff=handoff, stop_token_ids=stops, **drawn)
+        assert await pair.answers(request_id, 4) == cut
+
+
+async def test_an_abort_frees_every_answer(pair: Pair) -> None:
+    for handoff in (True, False):
+        request_id = await pair.start(prompt(40), 2000, handoff=handoff, n=4, temperature=1.0)
+        for _ in range(20):
+            await asyncio.wait_for(pair.decode_leg.events.get(), 5)
+        await pair.decode_leg.say(abort=wire.StopWork(request_id=request_id))
+        await pair.nothing_held()
 
 
 @pytest.mark.slow
