@@ -87,7 +87,7 @@ def test_openai_cached_tokens(client: openai.OpenAI) -> None:
         ({"prompt": {"a": 1}}, openai.BadRequestError, "prompt"),
         ({"prompt": [1, -5]}, openai.BadRequestError, "prompt"),
         ({"prompt": [999999]}, openai.BadRequestError, "prompt"),
-        ({"n": 3}, openai.BadRequestError, "n"),
+        ({"n": 17}, openai.BadRequestError, "n"),
         ({"stop": ["x"] * 10_000}, openai.BadRequestError, "stop"),
     ],
 )
