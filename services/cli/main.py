@@ -59,6 +59,7 @@ def serve(
         ENGINE.max_consecutive_prefill_steps
     ),
     disaggregate_from: options.DisaggregateFrom = ROUTER.disaggregate_from,
+    placement: options.Placement = ROUTER.placement,
     host: options.Host = ROUTER.host,
     grpc_port: options.GrpcPort = ROUTER.grpc_port,
     http_port: options.HttpPort = ROUTER.http_port,
@@ -99,6 +100,7 @@ def serve(
         grpc_port=grpc_port,
         http_port=http_port,
         disaggregate_from=disaggregate_from,
+        placement=placement,
         insecure=insecure,
     )
     plan = cluster.make_plan(router, roles, engine, transport)
@@ -158,6 +160,7 @@ def router(
         int, field_option(RouterConfig, "internal_port", metavar="P")
     ] = ROUTER.internal_port,
     disaggregate_from: options.DisaggregateFrom = ROUTER.disaggregate_from,
+    placement: options.Placement = ROUTER.placement,
     max_requests: Annotated[
         int, field_option(RouterConfig, "max_requests", metavar="N")
     ] = ROUTER.max_requests,
@@ -176,6 +179,7 @@ def router(
             internal_host=internal_host,
             internal_port=internal_port,
             disaggregate_from=disaggregate_from,
+            placement=placement,
             max_requests=max_requests,
             insecure=insecure,
             drain_timeout_s=drain_timeout_s,

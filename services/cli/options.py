@@ -48,6 +48,9 @@ Host = Annotated[str, field_option(RouterConfig, "host", metavar="H")]
 GrpcPort = Annotated[int, field_option(RouterConfig, "grpc_port", metavar="P")]
 HttpPort = Annotated[int, field_option(RouterConfig, "http_port", metavar="P")]
 DisaggregateFrom = Annotated[int, field_option(RouterConfig, "disaggregate_from", metavar="TOKENS")]
+Placement = Annotated[
+    str, field_option(RouterConfig, "placement", metavar="random|round_robin|least_loaded")
+]
 Insecure = Annotated[bool, typer.Option("--insecure", help=field_help(RouterConfig, "insecure"))]
 
 Device = Annotated[str, field_option(EngineConfig, "device", metavar="auto|cpu|cuda")]

@@ -32,7 +32,7 @@ from services.runtime.errors import Unavailable
 from services.runtime.lifecycle import Component, Stack, StopSignals, run_until_stopped
 from services.runtime.metrics import RouterMetrics, new_registry
 from services.runtime.server import GrpcServer, cluster_token
-from services.runtime.settings import RouterConfig
+from services.runtime.settings import PlacementPolicy, RouterConfig
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 STATUS = cluster_pb2.DESCRIPTOR.services_by_name["Status"].full_name
@@ -64,6 +64,7 @@ class Router(Component):
             self._metrics,
             model.max_context,
             config.disaggregate_from,
+            PlacementPolicy(config.placement),
         )
         inference = InferenceService(model, serving)
         status = StatusService(model.model_id, self._fleet)

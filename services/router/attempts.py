@@ -31,6 +31,7 @@ from services.router.timeline import Marks
 from services.runtime.errors import DeadlineExceeded, ServiceError, Unavailable
 from services.runtime.journal import fields
 from services.runtime.metrics import RouterMetrics
+from services.runtime.settings import PlacementPolicy
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +44,13 @@ class Attempts:
         fleet: Fleet,
         metrics: RouterMetrics,
         disaggregate_from: int,
+        policy: PlacementPolicy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._disaggregate_from = disaggregate_from
+        self._policy = policy
         self._clock = clock
         self._turn = 0
         self._breakers = Breakers()
@@ -179,6 +182,7 @@ class Attempts:
             self._disaggregate_from,
             self._turn,
             history.avoid | self._breakers.open(self._clock()),
+            self._policy,
         )
         prefill = self._fleet.link(placement.prefill) if placement.prefill else None
         decode = self._fleet.link(placement.decode)

@@ -4,12 +4,13 @@ Knows nothing of links, clocks or clients. Called by ``serving`` for every reque
 """
 
 import contextlib
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from services.router.membership import InstanceView, Snapshot
 from services.runtime.errors import InvalidArgument, Unavailable
-from services.runtime.settings import Role
+from services.runtime.settings import PlacementPolicy, Role
 
 Score = Callable[[InstanceView], float]
 
@@ -35,6 +36,7 @@ def place(
     disaggregate_from: int,
     turn: int = 0,
     avoid: frozenset[str] = frozenset(),
+    policy: PlacementPolicy = PlacementPolicy.LEAST_LOADED,
 ) -> Placement:
     """Choose the instances for one request.
 
@@ -42,7 +44,8 @@ def place(
         num_prompt_tokens: all that is to be read; of a request that goes on, its output, too.
         max_tokens: what may still be written.
         avoid: ids of instances that are chosen only where there are no others.
-        turn: a number that changes with every request: equally good instances take turns.
+        turn: a number that grows with every request: equally good instances take turns.
+        policy: how one is picked of those that may take it.
 
     Raises:
         Unavailable: nobody can take it now.
@@ -52,7 +55,9 @@ def place(
         others = tuple(v for v in snapshot.instances if v.instance.instance_id not in avoid)
         with contextlib.suppress(Unavailable, InvalidArgument):
             without = replace(snapshot, instances=others)
-            return place(num_prompt_tokens, max_tokens, without, disaggregate_from, turn)
+            return place(
+                num_prompt_tokens, max_tokens, without, disaggregate_from, turn, policy=policy
+            )
     num_tokens = num_prompt_tokens + max_tokens
     writers = [view for view in snapshot.instances if view.is_ready and view.instance.decodes]
     if not writers:
@@ -67,9 +72,9 @@ def place(
         decoders = [view for view in fitting if view.instance.role is Role.DECODE]
         readers = _prefill_instances(num_prompt_tokens, snapshot)
         if decoders:
-            decode = pick(decoders, score_decode, turn)
-            return Placement(decode, pick(readers, score_prefill, turn))
-    return Placement(pick(fitting, score_decode, turn), None)
+            decode = pick(decoders, score_decode, turn, policy)
+            return Placement(decode, pick(readers, score_prefill, turn, policy))
+    return Placement(pick(fitting, score_decode, turn, policy), None)
 
 
 def should_disaggregate(
@@ -97,8 +102,23 @@ def score_decode(view: InstanceView) -> float:
     return few * (1 - _FREE_SHARE_WEIGHT) + free * _FREE_SHARE_WEIGHT
 
 
-def pick(views: Sequence[InstanceView], score: Score, turn: int) -> str:
-    """The id of the best; of equally good ones, the one whose turn it is."""
+def pick(
+    views: Sequence[InstanceView],
+    score: Score,
+    turn: int,
+    policy: PlacementPolicy = PlacementPolicy.LEAST_LOADED,
+) -> str:
+    """The id of one of ``views``, which must not be empty.
+
+    ``random`` and ``round_robin`` do not look at the score. ``least_loaded`` takes the best; of
+    equally good ones, the one whose turn it is.
+    """
+    if policy is PlacementPolicy.RANDOM:
+        # Seeded by turn and score: repeatable, and the two legs are drawn independently.
+        drawn = random.Random(f"{score.__name__}/{turn}").randrange(len(views))
+        return views[drawn].instance.instance_id
+    if policy is PlacementPolicy.ROUND_ROBIN:
+        return views[turn % len(views)].instance.instance_id
     scores = [score(view) for view in views]
     best = max(scores)
     tied = [view for view, each in zip(views, scores, strict=True) if each == best]

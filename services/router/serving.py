@@ -33,6 +33,7 @@ from services.runtime.errors import (
 )
 from services.runtime.journal import fields
 from services.runtime.metrics import RouterMetrics
+from services.runtime.settings import PlacementPolicy
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Serving:
         metrics: RouterMetrics,
         max_context: int,
         disaggregate_from: int,
+        policy: PlacementPolicy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
@@ -66,7 +68,7 @@ class Serving:
         self._max_context = max_context
         self._clock = clock
         self._table = RequestTable()
-        self._attempts = Attempts(fleet, metrics, disaggregate_from, clock)
+        self._attempts = Attempts(fleet, metrics, disaggregate_from, policy, clock)
 
     @property
     def max_context(self) -> int:

@@ -42,6 +42,14 @@ class Role(StrEnum):
         raise InvalidArgument("role", "must be prefill, decode or colocated")
 
 
+class PlacementPolicy(StrEnum):
+    """Which of the instances that may take a request gets it."""
+
+    RANDOM = "random"
+    ROUND_ROBIN = "round_robin"
+    LEAST_LOADED = "least_loaded"
+
+
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """What a router is started with."""
@@ -60,6 +68,8 @@ class RouterConfig:
     """Internal gRPC port, where instances register; 0: any free one."""
     disaggregate_from: int = 128
     """Prompts of at least so many tokens are prefilled on a prefill instance."""
+    placement: str = PlacementPolicy.LEAST_LOADED
+    """Which instance gets a request: random, round_robin or least_loaded."""
     max_requests: int = 1024
     """Most requests at once; more are refused with a hint when to retry."""
     insecure: bool = False
@@ -74,6 +84,7 @@ class RouterConfig:
             _check_port(name, getattr(self, name))
         _check_distinct_ports(self)
         _check_at_least("disaggregate_from", self.disaggregate_from, 0)
+        _check_choice("placement", self.placement, tuple(PlacementPolicy))
         _check_at_least("max_requests", self.max_requests, 1)
         _check_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         check_bind(self.host, self.insecure)

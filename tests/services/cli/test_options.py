@@ -63,7 +63,11 @@ ENGINE_OPTIONS = [
     ("command", "cls", "names"),
     [
         ("serve", EngineConfig, ENGINE_OPTIONS),
-        ("serve", RouterConfig, ["host", "grpc_port", "http_port", "disaggregate_from"]),
+        (
+            "serve",
+            RouterConfig,
+            ["host", "grpc_port", "http_port", "disaggregate_from", "placement"],
+        ),
         ("worker", EngineConfig, ENGINE_OPTIONS),
         (
             "worker",

@@ -1,5 +1,6 @@
 """Placement: who may, who is better, who is next; and whether to use two instances at all."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from services.router.placement import (
     should_disaggregate,
 )
 from services.runtime.errors import InvalidArgument, Unavailable
-from services.runtime.settings import Role
+from services.runtime.settings import PlacementPolicy, Role
+from tests.services.router.conftest import StartRouter
+from tests.services.router.fake_worker import FakeWorker
+from tests.services.router.harness import collect, generate_request
 from tests.services.router.test_membership import instance
 
 READY, STARTING, DRAINING = InstanceState.READY, InstanceState.STARTING, InstanceState.DRAINING
@@ -97,6 +101,43 @@ def test_equals_take_turns() -> None:
     assert [pick(views, score_decode, turn) for turn in range(4)] == ["a", "b", "a", "b"]
 
 
+def test_round_robin_takes_turns_whatever_the_load() -> None:
+    views = [view("a", pending=(9, 0)), view("b"), view("c", free=0)]
+    policy = PlacementPolicy.ROUND_ROBIN
+    picked = [pick(views, score_decode, turn, policy) for turn in range(6)]
+    assert picked == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_random_is_even_repeatable_and_apart_for_the_two_legs() -> None:
+    cluster = snapshot(
+        *(view(f"d{i}", pending=(9 * i, 0)) for i in range(2)),
+        *(view(f"p{i}", Role.PREFILL, pending=(i, 5000 * i)) for i in range(2)),
+    )
+
+    def placed(turn: int) -> Placement:
+        return place(200, 9, cluster, 128, turn, policy=PlacementPolicy.RANDOM)
+
+    placements = [placed(turn) for turn in range(400)]
+    assert placements == [placed(turn) for turn in range(400)]
+    pairs = Counter(placements)
+    assert len(pairs) == 4 and min(pairs.values()) > 60  # 100 of each, more or less
+
+
+@pytest.mark.parametrize("policy", PlacementPolicy)
+def test_every_policy_keeps_to_those_that_may(policy: PlacementPolicy) -> None:
+    cluster = snapshot(
+        view("ok"),
+        view("avoided"),
+        view("small", max_context=150),
+        view("starting", state=STARTING),
+        view("p", Role.PREFILL),
+        view("leaving", Role.PREFILL, DRAINING),
+    )
+    for turn in range(50):
+        placement = place(200, 9, cluster, 128, turn, frozenset({"avoided"}), policy)
+        assert placement == Placement("ok", "p")
+
+
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
@@ -122,3 +163,16 @@ def test_what_fits_nobody_is_the_clients_error() -> None:
 def test_a_decode_instance_that_is_too_small_gets_no_handoff() -> None:
     small, large = view("s", max_context=150), view("l", Role.COLOCATED, max_context=300)
     assert place(140, 60, snapshot(P, small, large), 128) == Placement("l", None)
+
+
+@pytest.mark.parametrize(("policy", "counts"), [("round_robin", [2, 2]), ("least_loaded", [4, 0])])
+async def test_a_router_places_as_it_is_told(
+    start_router: StartRouter, policy: str, counts: list[int]
+) -> None:
+    cluster = await start_router(decode=1, placement=policy)
+    full = FakeWorker(Role.DECODE)
+    full.load.blocks_free = 0
+    await cluster.add(full)
+    for _ in range(4):
+        await collect(cluster.stub.Generate(generate_request(max_tokens=2), timeout=5))
+    assert [len(worker.starts) for worker in cluster.workers] == counts

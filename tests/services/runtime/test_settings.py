@@ -46,6 +46,7 @@ def test_good_configs_pass() -> None:
         ({"http_port": 65536}, "--http-port"),
         ({"http_port": 50051}, "--grpc-port"),
         ({"disaggregate_from": -1}, "--disaggregate-from"),
+        ({"placement": "best"}, "--placement"),
         ({"max_requests": 0}, "--max-requests"),
         ({"drain_timeout_s": float("nan")}, "--drain-timeout-s"),
         ({"host": "0.0.0.0"}, "--host"),
