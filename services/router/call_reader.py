@@ -147,6 +147,8 @@ class CallReader:
         if (end and end.startswith(said)) or (begin and begin.startswith(said)):
             self._held += character
             if said == end:
+                if self._marker:  # nothing was called: all of it is text
+                    self._give_back()
                 self._held, self._in_calls = "", False
             elif said == begin:
                 self._marker, self._held = self._marker + self._held, ""

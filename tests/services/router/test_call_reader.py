@@ -104,6 +104,11 @@ def test_what_is_no_call_is_text_to_the_letter(spelling: CallSpelling, text: str
     assert read(spelling, list(text)) == (text, [])
 
 
+def test_an_empty_call_is_text() -> None:
+    text = "a <tool_call> </tool_call> b"
+    assert read(HERMES, [text]) == read(HERMES, list(text)) == (text, [])
+
+
 def test_further_calls_are_dropped() -> None:
     text = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call> bye'
     assert read(HERMES, [text], most_calls=1) == (" bye", [("f", "{}")])
