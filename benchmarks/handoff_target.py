@@ -17,7 +17,8 @@ import numpy as np
 
 from kvtransfer.layout import KvLayout
 from kvtransfer.target import KvTarget
-from kvtransfer.transports.remote import SERVER_OPTIONS, add_kv_transfer_to_server
+from kvtransfer.transports.mounted import add_kv_transfer_to_server
+from kvtransfer.transports.remote import SERVER_OPTIONS
 
 LAYOUT = KvLayout("bfloat16", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16)
 """Of the demo model."""

@@ -5,23 +5,20 @@ the frame itself (``shared_memory``); Hellos that pass through settle that (``ne
 Control frames always travel here.
 
 Knows streams and metadata. The cluster token is put into the metadata by whoever makes the
-connector, and checked by an interceptor of the server. The services call ``RemoteConnector`` on
-the source's side and ``add_kv_transfer_to_server`` on the target's.
+connector, and checked by an interceptor of the server. This is the source's end; the services
+call ``RemoteConnector``. The target's is ``mounted``.
 """
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
 
 from kvtransfer.errors import BadFrame, LinkLost
-from kvtransfer.handoff.frames import Refuse
-from kvtransfer.transports.interface import KvEndpoint
-from kvtransfer.transports.negotiation import make_ring, map_ring, settle
-from kvtransfer.transports.shared_memory import Ring, RingReader
-from kvtransfer.wire import frame_to_proto
+from kvtransfer.transports.negotiation import make_ring, settle
+from kvtransfer.transports.shared_memory import Ring
 from protos import kv_transfer_pb2 as pb
 
 SERVICE = "kvrelay.v1.KvTransfer"
@@ -55,7 +52,7 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
 
 _MESSAGE_BYTES = 1 << 20
 """Measured: shorter ones pay more per message, longer ones overlap less of copying and sending."""
-_ACK = struct.Struct("<I")
+ACK = struct.Struct("<I")
 """On the way back of a data stream: how many more slots were copied."""
 
 _BROKEN = (
@@ -68,7 +65,7 @@ _BROKEN = (
 T = TypeVar("T")
 
 
-async def _or_lost(work: Awaitable[T], why: Callable[[], Awaitable[str]]) -> T:
+async def or_lost(work: Awaitable[T], why: Callable[[], Awaitable[str]]) -> T:
     """``work``, its gRPC errors turned into LinkLost.
 
     gRPC cancels whoever waits on a call that was cancelled from the side; only a task that is
@@ -169,11 +166,11 @@ class RemoteLink:
             offer.CopyFrom(frame)
             offer.hello.shared_memory.CopyFrom(self._offered.describe())
             frame = offer
-        await _or_lost(self._control.write(frame), self._why)
+        await or_lost(self._control.write(frame), self._why)
 
     async def receive(self) -> pb.ControlFrame | None:
         """The target's next frame."""
-        frame = await _or_lost(self._control.read(), self._why)
+        frame = await or_lost(self._control.read(), self._why)
         if frame is grpc.aio.EOF:
             return None
         if frame.HasField("hello") and settle(self._transport, self._address, frame.hello):
@@ -199,7 +196,7 @@ class RemoteLink:
         on_read()
         if self._writing is not None:
             await self._writing
-        self._writing = asyncio.create_task(_or_lost(self._data.write(message), self._why))
+        self._writing = asyncio.create_task(or_lost(self._data.write(message), self._why))
 
     async def close(self) -> None:
         """Hang up both channels; whoever waits for room learns it."""
@@ -235,9 +232,9 @@ class RemoteLink:
         reason = ""
         try:
             while (message := await self._data.read()) is not grpc.aio.EOF:
-                if self._ring is None or len(message) != _ACK.size:
+                if self._ring is None or len(message) != ACK.size:
                     raise BadFrame("the target acknowledges what is no slot")
-                self._ring.free(*_ACK.unpack(message))
+                self._ring.free(*ACK.unpack(message))
                 self._acknowledged.set()
         except BadFrame as error:
             reason = str(error)
@@ -257,109 +254,3 @@ class RemoteLink:
 async def _status(call: Any) -> str:
     """How a call ended, once it has."""
     return f"{(await call.code()).name}: {await call.details()}"
-
-
-class _ServedControl:
-    """The target's end of a control stream; maps what the source's Hello offers."""
-
-    def __init__(self, context: Any, transport: str, controls: "dict[str, _ServedControl]") -> None:
-        self._context = context
-        self._transport = transport
-        self._controls = controls
-        self.source_id = ""
-        self.ring: RingReader | None = None
-        self._reason = ""
-
-    async def send(self, frame: pb.ControlFrame) -> None:
-        if frame.HasField("hello"):
-            answer = pb.ControlFrame()
-            answer.CopyFrom(frame)
-            answer.hello.transport = "grpc" if self.ring is None else "shared_memory"
-            answer.hello.transport_reason = self._reason
-            frame = answer
-            self._controls[self.source_id] = self
-        await _or_lost(self._context.write(frame), _gone)
-
-    async def receive(self) -> pb.ControlFrame | None:
-        frame = await _or_lost(self._context.read(), _gone)
-        if frame is grpc.aio.EOF:
-            return None
-        if frame.HasField("hello"):
-            self.source_id = frame.hello.source_instance_id
-            try:
-                self.ring, self._reason = map_ring(self._transport, frame.hello)
-            except LinkLost as error:
-                await self.send(frame_to_proto(Refuse(b"", str(error))))
-                raise
-        return frame  # type: ignore[no-any-return]
-
-
-async def _gone() -> str:
-    return "the source is gone"
-
-
-class _Mount:
-    """One target on one server: its connections, and the memory each of them may use."""
-
-    def __init__(self, target: KvEndpoint, transport: str) -> None:
-        self._target = target
-        self._transport = transport
-        self._controls: dict[str, _ServedControl] = {}
-
-    async def control(self, _: AsyncIterator[pb.ControlFrame], context: Any) -> None:
-        stream = _ServedControl(context, self._transport, self._controls)
-        try:
-            await self._target.serve_control(stream)
-        finally:
-            if self._controls.get(stream.source_id) is stream:
-                del self._controls[stream.source_id]
-
-    async def data(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        source_id = str(dict(context.invocation_metadata()).get(SOURCE_KEY, ""))
-        control = self._controls.get(source_id)
-        ring = control.ring if control is not None else None
-        try:
-            whole = messages if ring is None else _slots(messages, ring, context)
-            await self._target.serve_data(source_id, whole)
-        except BadFrame as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except LinkLost as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-
-
-async def _slots(
-    messages: AsyncIterator[bytes], ring: RingReader, context: Any
-) -> AsyncIterator[bytes | memoryview]:
-    """Messages, wherever they lie; a slot is acknowledged when the next message is asked for,
-    several at once while they are few bytes."""
-    num_slots, num_bytes = 0, 0
-    async for message in messages:
-        if not ring.is_slot(message):
-            yield message
-            continue
-        found = ring.message(message)
-        yield found
-        num_slots, num_bytes = num_slots + 1, num_bytes + len(found)
-        if num_bytes >= ring.num_bytes // 8:
-            await _or_lost(context.write(_ACK.pack(num_slots)), _gone)
-            num_slots, num_bytes = 0, 0
-
-
-def add_kv_transfer_to_server(
-    target: KvEndpoint, server: grpc.aio.Server, transport: str = "auto"
-) -> None:
-    """Mount a target on a server made with ``SERVER_OPTIONS``.
-
-    Args:
-        transport: one of ``negotiation.TRANSPORTS``.
-    """
-    mount = _Mount(target, transport)
-    handlers = {
-        "Control": grpc.stream_stream_rpc_method_handler(
-            mount.control,
-            request_deserializer=pb.ControlFrame.FromString,
-            response_serializer=pb.ControlFrame.SerializeToString,
-        ),
-        "Data": grpc.stream_stream_rpc_method_handler(mount.data),
-    }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

@@ -173,7 +173,8 @@ class Attempt:
                 self._end_leg(self._decode)
                 self._marks.finished_s = self._clock()
                 self._marks.decode_finished = event.finished
-                self._note_tokens()
+                if _says_something(event.finished.last):
+                    self._note_tokens()
                 return event.finished.last
             case "failed":
                 self._end_leg(self._decode)

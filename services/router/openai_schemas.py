@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pydantic
 from pydantic import BaseModel, ConfigDict
 
+from engine.request import Guide
 from services.router.intake import Prompt, RawRequest
 from services.router.openai_guides import guide_of
 from services.router.openai_messages import EXPECTED, ChatFields, Listed
@@ -119,9 +120,10 @@ class _Body(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options", "is only allowed when stream is true")
 
-    def sampling(self, max_tokens: int | None, logprobs: int | None) -> RawSampling:
-        """Raises: InvalidArgument: a key of ``logit_bias`` that is no token id, or two guides."""
-        guide, _ = guide_of(self)
+    def sampling(
+        self, max_tokens: int | None, logprobs: int | None, guide: Guide | None
+    ) -> RawSampling:
+        """Raises: InvalidArgument: a key of ``logit_bias`` that is no token id."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return RawSampling(
             temperature=self.temperature,
@@ -158,7 +160,7 @@ class CompletionBody(_Body):
         """One request for each prompt.
 
         Raises:
-            InvalidArgument: no prompts, or too many.
+            InvalidArgument: no prompts, or too many, or two guides.
         """
         prompts = _prompts(self.prompt)
         if len(prompts) > MAX_PROMPTS:
@@ -167,12 +169,14 @@ class CompletionBody(_Body):
             raise InvalidArgument(
                 "n", f"{self.n} answers to {len(prompts)} prompts, {MAX_CHOICES} in all are allowed"
             )
-        sampling = self.sampling(self.max_tokens, self.logprobs)
+        guide, guide_field = guide_of(self)
+        sampling = self.sampling(self.max_tokens, self.logprobs, guide)
+        spelling = Spelling(renamed={**_RENAMED, "guided": guide_field})
         return [
             RawRequest(
                 prompt=prompt,
                 prompt_field="prompt" if len(prompts) == 1 else f"prompt[{index}]",
-                spelling=Spelling(renamed={**_RENAMED, "guided": guide_of(self)[1]}),
+                spelling=spelling,
                 model=self.model or "",
                 sampling=sampling,
                 default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
@@ -200,16 +204,18 @@ class ChatBody(_Body, ChatFields):
         newer = self.max_completion_tokens is not None
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgument("top_logprobs", "is only allowed when logprobs is true")
-        renamed = {"logprobs": "top_logprobs", "guided": guide_of(self)[1]}
+        guide, guide_field = guide_of(self)
+        renamed = {"logprobs": "top_logprobs", "guided": guide_field}
         if newer:
             renamed["max_tokens"] = "max_completion_tokens"
         max_tokens = self.max_completion_tokens if newer else self.max_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
         raw = RawRequest(
             prompt=chat,
             prompt_field="messages",
             spelling=Spelling(renamed={**_RENAMED, **renamed}),
             model=self.model or "",
-            sampling=self.sampling(max_tokens, (self.top_logprobs or 0) if self.logprobs else None),
+            sampling=self.sampling(max_tokens, logprobs, guide),
             priority=self.priority or 0,
             salt=self.cache_salt or "",
         )

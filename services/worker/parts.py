@@ -13,7 +13,8 @@ from engine.loop import Engine
 from kvtransfer.source import KvSource
 from kvtransfer.stats import EndpointStats
 from kvtransfer.target import KvTarget
-from kvtransfer.transports.remote import RemoteConnector, add_kv_transfer_to_server
+from kvtransfer.transports.mounted import add_kv_transfer_to_server
+from kvtransfer.transports.remote import RemoteConnector
 from kvtransfer.transports.throttle import Throttle, throttled
 from protos import worker_pb2_grpc
 from services.decode.service import DecodeService

@@ -12,11 +12,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.loaders.open import open_model
 from tests.goldens.gemma import HOW_TO_INSTALL, assemble, find_parts
+from tests.goldens.oracle import greedy
 from tests.goldens.prompts import PROMPTS
 
 GOLDENS = Path(__file__).with_name("gemma3_greedy_float32.json")
@@ -57,21 +58,6 @@ def texts() -> dict[str, str]:
     return {name: plain[name] for name in [by_length[-1], *by_length[:-1]]}
 
 
-@torch.inference_mode()
-def greedy(model: Gemma3ForCausalLM, ids: list[int]) -> tuple[list[int], list[float]]:
-    """``NUM_TOKENS`` tokens, EOS like any other, and the gap of each to the second best."""
-    output: list[int] = []
-    gaps: list[float] = []
-    past, current = DynamicCache(config=model.config), torch.tensor([ids])
-    for _ in range(NUM_TOKENS):
-        logits = model(current, cache=past, logits_to_keep=1).logits[0, -1]
-        values, best = logits.topk(2)
-        output.append(int(best[0]))
-        gaps.append(round(float(values[0] - values[1]), 5))
-        current = best[:1].view(1, 1)
-    return output, gaps
-
-
 def main() -> int:
     torch.set_num_threads(1)
     parts = find_parts()
@@ -83,7 +69,7 @@ def main() -> int:
     entries = []
     for name, text in texts().items():
         ids = tokenizer.encode(text)[:WINDOW_PROMPT_TOKENS]
-        output, gaps = greedy(model, ids)
+        output, gaps = greedy(model, ids, NUM_TOKENS)
         print(f"{name}: {len(ids)} tokens, least gap {min(gaps)}", file=sys.stderr)
         if min(gaps) < LEAST_GAP:
             continue  # a near tie would make a test a matter of luck

@@ -14,13 +14,14 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.chat import encode_chat
 from engine.config import ModelConfig
 from engine.loaders.files import ModelFiles
 from engine.loaders.open import open_model
+from tests.goldens.oracle import greedy
 from tests.goldens.prompts import PROMPTS, Prompt
 
 GOLDENS = Path(__file__).with_name("smollm2_greedy_float32.json")
@@ -87,21 +88,6 @@ def as_dicts(messages: tuple[tuple[str, str], ...]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in messages]
 
 
-@torch.inference_mode()
-def greedy(model: LlamaForCausalLM, ids: list[int]) -> tuple[list[int], list[float]]:
-    """``NUM_TOKENS`` tokens, EOS like any other, and the gap of each to the second best."""
-    output: list[int] = []
-    gaps: list[float] = []
-    past, current = DynamicCache(), torch.tensor([ids])
-    for _ in range(NUM_TOKENS):
-        step = model(current, cache=past)
-        values, best = step.logits[0, -1].topk(2)
-        output.append(int(best[0]))
-        gaps.append(round(float(values[0] - values[1]), 5))
-        current = best[:1].view(1, 1)
-    return output, gaps
-
-
 def main() -> int:
     torch.set_num_threads(1)
     files = open_model("demo")
@@ -109,7 +95,7 @@ def main() -> int:
     entries = []
     for prompt in PROMPTS:
         text, ids = prompt_ids(files, prompt)
-        output, gaps = greedy(model, ids)
+        output, gaps = greedy(model, ids, NUM_TOKENS)
         print(f"{prompt.name}: {len(ids)} tokens, least gap {min(gaps)}", file=sys.stderr)
         assert min(gaps) >= LEAST_GAP, f"{prompt.name}: a near tie; choose another text"
         entry = {"name": prompt.name, "prompt": text, "prompt_token_ids": ids}

@@ -13,10 +13,10 @@ import sys
 
 import grpc
 
+from kvtransfer.transports.mounted import add_kv_transfer_to_server
 from kvtransfer.transports.remote import (
     SERVER_OPTIONS,
     RemoteConnector,
-    add_kv_transfer_to_server,
 )
 from tests.kvtransfer.fakes import LAYOUT, FakeMemory, make_source, make_target
 

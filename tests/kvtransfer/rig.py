@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import grpc
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.source import KvSource
-from kvtransfer.target import KvTarget
+from kvtransfer.source import KvSource, SourceHandoff
+from kvtransfer.target import KvTarget, TargetHandoff
 from kvtransfer.transports.interface import Connect, Link
 from kvtransfer.transports.loopback import LoopbackNetwork
+from kvtransfer.transports.mounted import add_kv_transfer_to_server
 from kvtransfer.transports.remote import (
     SERVER_OPTIONS,
     RemoteConnector,
-    add_kv_transfer_to_server,
 )
 from kvtransfer.transports.throttle import Throttle, throttled
 from tests.kvtransfer.fakes import (
@@ -50,6 +50,21 @@ class Rig:
         for link in self.links:
             await link.close()
         self.links.clear()
+
+    async def offered(self) -> tuple[SourceHandoff, TargetHandoff]:
+        """Both ends of a handoff of two blocks that the target has heard of."""
+        handoff_id = new_id()
+        landing = self.target.expect(handoff_id, "r")
+        sending = self.source.offer(handoff_id, self.address, "target-a", "r", 8, [], [0, 1])
+        await landing.offered()
+        return sending, landing
+
+    async def granted(self) -> tuple[SourceHandoff, TargetHandoff]:
+        """The same, granted: it will lie in blocks 5 and 6."""
+        sending, landing = await self.offered()
+        landing.grant([5, 6], 0)
+        await sending.granted()
+        return sending, landing
 
     async def hand_over(
         self, source_blocks: Sequence[int], target_blocks: Sequence[int], chunks: Sequence[int]

@@ -58,10 +58,7 @@ async def test_regions_of_any_size_and_more_bytes_than_are_under_way_at_once(
 
 
 async def test_a_full_target_makes_the_source_wait(pair: Rig) -> None:
-    handoff_id = new_id()
-    landing = pair.target.expect(handoff_id, "r")
-    sending = pair.source.offer(handoff_id, pair.address, "target-a", "r", 8, [], [0, 1])
-    await landing.offered()
+    sending, landing = await pair.offered()
     landing.wait()
     mark_all(sending, LAYOUT, 8)
     await pair.hand_over_any(1, 3)
@@ -73,10 +70,7 @@ async def test_a_full_target_makes_the_source_wait(pair: Rig) -> None:
 
 
 async def test_a_refusal_is_told(pair: Rig) -> None:
-    handoff_id = new_id()
-    landing = pair.target.expect(handoff_id, "r")
-    sending = pair.source.offer(handoff_id, pair.address, "target-a", "r", 8, [], [0, 1])
-    await landing.offered()
+    sending, landing = await pair.offered()
     landing.refuse("too long")
     with pytest.raises(HandoffRefused, match="too long"):
         await sending.granted()
@@ -86,12 +80,7 @@ async def test_a_refusal_is_told(pair: Rig) -> None:
 async def test_a_cancel_in_the_middle_ends_both_and_the_blocks_serve_again(
     pair: Rig, side: str
 ) -> None:
-    handoff_id = new_id()
-    landing = pair.target.expect(handoff_id, "r")
-    sending = pair.source.offer(handoff_id, pair.address, "target-a", "r", 8, [], [0, 1])
-    await landing.offered()
-    landing.grant([5, 6], 0)
-    await sending.granted()
+    sending, landing = await pair.granted()
     sending.layer_ready(0, 8)
     (sending if side == "source" else landing).cancel("the client left")
     for end in (sending.released(), landing.landed()):
@@ -104,12 +93,7 @@ async def test_a_cancel_in_the_middle_ends_both_and_the_blocks_serve_again(
 
 async def test_a_cut_connection_fails_both_and_the_next_offer_dials_anew(pair: Rig) -> None:
     for _ in range(3):
-        handoff_id = new_id()
-        landing = pair.target.expect(handoff_id, "r")
-        sending = pair.source.offer(handoff_id, pair.address, "target-a", "r", 8, [], [0, 1])
-        await landing.offered()
-        landing.grant([5, 6], 0)
-        await sending.granted()
+        sending, landing = await pair.granted()
         sending.layer_ready(0, 8)
         await pair.cut()
         for end in (sending.released(), landing.landed()):
@@ -120,12 +104,7 @@ async def test_a_cut_connection_fails_both_and_the_next_offer_dials_anew(pair: R
 
 
 async def test_doubled_late_and_foreign_frames_are_counted_and_harm_nobody(pair: Rig) -> None:
-    handoff_id = new_id()
-    landing = pair.target.expect(handoff_id, "r")
-    sending = pair.source.offer(handoff_id, pair.address, "target-a", "r", 8, [], [0, 1])
-    await landing.offered()
-    landing.grant([5, 6], 0)
-    await sending.granted()
+    sending, landing = await pair.granted()
     mark_all(sending, LAYOUT, 8)
     while landing.num_bytes < 2 * LAYOUT.block_bytes:
         await asyncio.sleep(0.001)
@@ -135,11 +114,11 @@ async def test_doubled_late_and_foreign_frames_are_counted_and_harm_nobody(pair:
         frame = encode_data(to, Span(0, 0, 1), views, pair.links[0].is_bare)
         await pair.links[0].send_data(frame, lambda: None)
 
-    await say(handoff_id)
+    await say(sending.handoff_id)
     await say(new_id())
     sending.first(8, 1)
     await asyncio.gather(sending.released(), landing.landed())
-    await say(handoff_id)
+    await say(sending.handoff_id)
     await pair.hand_over([9], [10], [4])
     while sum(pair.target.stats().refused_frames.values()) < 3:
         await asyncio.sleep(0.001)

@@ -17,10 +17,10 @@ from kvtransfer.handoff.frames import Span
 from kvtransfer.layout import KvLayout
 from kvtransfer.source import KvSource
 from kvtransfer.target import KvTarget
+from kvtransfer.transports.mounted import add_kv_transfer_to_server
 from kvtransfer.transports.remote import (
     SERVER_OPTIONS,
     RemoteConnector,
-    add_kv_transfer_to_server,
 )
 from kvtransfer.wire import encode_data, hello
 from protos import kv_transfer_pb2 as pb

@@ -8,10 +8,10 @@ import pytest
 
 from kvtransfer.errors import LinkLost
 from kvtransfer.transports.interface import ControlStream
+from kvtransfer.transports.mounted import add_kv_transfer_to_server
 from kvtransfer.transports.remote import (
     SERVER_OPTIONS,
     RemoteConnector,
-    add_kv_transfer_to_server,
 )
 from kvtransfer.transports.shared_memory import RING_BYTES
 from kvtransfer.wire import hello
