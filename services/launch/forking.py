@@ -201,10 +201,7 @@ class ForkedProcess:
         self.stdin = asyncio.StreamWriter(transport, flow, None, self._loop)
 
     async def wait(self) -> int:
-        code = await asyncio.shield(self._ended)
-        if self.stdin is not None:
-            self.stdin.close()
-        return code
+        return await asyncio.shield(self._ended)
 
     def send_signal(self, number: int) -> None:
         if self._handle is not None:
@@ -214,6 +211,8 @@ class ForkedProcess:
         """The fork server says so."""
         if not self._ended.done():
             self._ended.set_result(code)
+        if self.stdin is not None:
+            self.stdin.close()
         self._let_go()
 
     def _is_gone(self) -> None:

@@ -79,6 +79,9 @@ async def test_workers_go_with_their_parent_and_the_next_finds_another(
         assert await child.died() == "killed by SIGKILL"
     again = await launcher.place("decode-0", worker(tiny_model, router))
     assert parent_of(again) != parent
+    await launcher.close()
+    async with asyncio.timeout(2):
+        assert await again.died() == "killed by SIGKILL", "its new parent has gone, too"
 
 
 async def test_a_parent_that_is_stopped_keeps_nobody_alive(
