@@ -1,79 +1,23 @@
-"""The step thread: plan, run, apply, tell. One per instance.
+"""The step thread of an engine: one per instance.
 
-    1  plan     under the lock: the scheduler picks this step's tokens
-    2  run      without the lock: the forward; every layer written is told at once
-    3  apply    under the lock: tokens are appended, blocks published and freed
-    4  tell     without the lock: events go to the listener, one list a step
-
-Everything else (submit, reserve, finish, ...) may be called from any thread and takes the lock
-for microseconds, so a GRANT never waits for a forward. Blocks that a running forward uses are
-freed by the scheduler only when that step is applied.
-
-Knows nothing of handoffs, sockets or text. Used by ``services.runtime.engine_port``.
+Waits for work, steps, and begins again. What a step is, and everything that may be asked of an
+engine meanwhile, is ``engine.core``'s. Started and stopped by ``services.worker``.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
-from engine.kv.pool import BlockStats
+from engine.core import EngineCore, EngineListener, StepRunner
 from engine.pace import Pace
-from engine.plan import EngineEvent, StepPlan, StepResult
-from engine.request import FinishReason, Purpose, Request
-from engine.scheduler import Reservation, Scheduler
+from engine.plan import StepPlan
+from engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-LayerWritten = Callable[[StepPlan, int], None]
 
-
-class StepRunner(Protocol):
-    """Runs one plan. ``on_layer(i)``: KV of layer i of all scheduled tokens is in the cache."""
-
-    def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepResult: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step as plain data, for metrics."""
-
-    num_decode_tokens: int
-    num_prefill_tokens: int
-    elapsed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """A snapshot of one engine; the last three count from its start."""
-
-    blocks: BlockStats
-    fragmentation_ratio: float
-    """Share of the held slots that no token is for."""
-    requests_running: int
-    requests_waiting: int
-    num_preemptions: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-
-
-class EngineListener(Protocol):
-    """Hears of everything on the step thread; must be quick and must not raise."""
-
-    def wants_layers(self, plan: StepPlan) -> bool:
-        """Whether anybody waits for single layers of this step; telling them costs time."""
-        ...
-
-    def layer_written(self, plan: StepPlan, layer: int) -> None:
-        """In order, each layer once; from the step thread or one that the runner has."""
-        ...
-
-    def stepped(self, events: list[EngineEvent], record: StepRecord | None) -> None: ...
-
-
-class Engine:
+class Engine(EngineCore):
     """One scheduler and one runner on a thread of their own."""
 
     def __init__(
@@ -84,16 +28,11 @@ class Engine:
         listener: EngineListener,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._scheduler = scheduler
-        self._runner = runner
-        self._pace = pace
-        self._listener = listener
-        self._clock = clock
-        self._changed = threading.Condition()
+        super().__init__(scheduler, runner, pace, listener, clock)
+        self._changed = threading.Condition(self._lock)
         self._dirty = False
         self._stopping = False
         self._bug: Exception | None = None
-        self._running_step: int | None = None
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
 
     def start(self) -> None:
@@ -104,11 +43,6 @@ class Engine:
         if self._bug is not None:
             raise self._bug
 
-    @property
-    def step_in_flight(self) -> int | None:
-        """The number of the step that is running now."""
-        return self._running_step
-
     def stop(self) -> None:
         """Idempotent. Returns when the running step has ended; what is queued stays unanswered."""
         with self._changed:
@@ -117,138 +51,24 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
-    # ---- from any thread ------------------------------------------------------------------
-
-    def submit(self, request: Request, purpose: Purpose) -> None:
-        """Queue a LOCAL or SOURCE sequence.
-
-        Raises:
-            CapacityError: it can never fit.
-        """
-        with self._changed:
-            self._scheduler.add(request, purpose, self._clock())
-            self._wake()
-
-    def grant(self, request_id: str) -> None:
-        """The target has blocks: this SOURCE may be computed. Unknown ids are ignored."""
-        with self._changed:
-            self._scheduler.grant(request_id)
-            self._wake()
-
-    def reserve(self, request: Request) -> Reservation | None:
-        """Blocks for a prompt whose KV will arrive; None: not now, it stands in line.
-
-        Call again with the same request when something moved, or ``finish`` it.
-
-        Raises:
-            CapacityError: it can never fit.
-        """
-        with self._changed:
-            return self._scheduler.reserve(request, self._clock())
-
-    def join(self, request_id: str, *first_token_ids: int) -> None:
-        """The reserved prompt's KV has landed and this is its first output token: decode on.
-
-        With several answers: the first token of each.
-        """
-        with self._changed:
-            self._scheduler.join(request_id, *first_token_ids)
-            self._wake()
-
-    def finish(self, request_id: str) -> None:
-        """This engine is done with a sequence; its blocks are freed. Unknown ids are ignored."""
-        with self._changed:
-            self._scheduler.finish(request_id)
-            self._wake()
-
-    def finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        """How the answer ends if ``token_id`` is its first new one; None: it goes on."""
-        num_output_tokens = len(request.output_token_ids) + 1
-        return self._scheduler.finish_reason(request, token_id, num_output_tokens)
-
-    def block_hashes(self, request: Request) -> tuple[bytes, ...]:
-        """Hashes of the full blocks of what is known: equal on every instance of a cluster."""
-        return tuple(self._scheduler.kv.hashes(request.known_token_ids, request.salt))
-
-    def load(self) -> EngineLoad:
-        with self._changed:
-            kv = self._scheduler.kv
-            return EngineLoad(
-                kv.stats(),
-                kv.fragmentation_ratio(),
-                self._scheduler.num_running,
-                self._scheduler.num_waiting,
-                self._scheduler.stats().num_preemptions,
-                kv.num_query_tokens,
-                kv.num_hit_tokens,
-            )
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when a block is lost, owned twice or miscounted."""
-        with self._changed:
-            self._scheduler.check_integrity()
-
-    # ---- on the step thread ---------------------------------------------------------------
-
-    def _wake(self) -> None:
+    def work_came(self) -> None:
         self._dirty = True
         self._changed.notify()
 
     def _run(self) -> None:
         try:
-            self._loop()
+            while (plan := self._wait_for_plan()) is not None:
+                self.step(plan)
         except Exception as bug:
             log.critical("the step thread died: %s", type(bug).__name__, exc_info=bug)
             self._bug = bug
 
-    def _loop(self) -> None:
-        while (plan := self._next_plan()) is not None:
-            self._step(plan)
-
-    def _step(self, plan: StepPlan) -> None:
-        def on_layer(layer: int) -> None:
-            self._listener.layer_written(plan, layer)
-
-        self._running_step = plan.step
-        started_s = self._clock()
-        try:
-            wanted = self._listener.wants_layers(plan)
-            result = self._runner.run(plan, on_layer if wanted else None)
-        except Exception as error:
-            self._give_up(plan, error)
-            return
-        finally:
-            self._running_step = None
-        elapsed_s = self._clock() - started_s
-        num_decode, num_prefill = plan.num_decode_tokens, plan.num_prefill_tokens
-        record = StepRecord(num_decode, num_prefill, elapsed_s)
-        self._pace.observe(num_prefill, num_decode, record.elapsed_s)
-        with self._changed:
-            events = self._scheduler.apply(plan, result)
-        self._listener.stepped(events, record)
-
-    def _next_plan(self) -> StepPlan | None:
-        """Waits for work; None when stopping. Sequences that were picked are told at once."""
-        while True:
-            with self._changed:
-                if self._stopping:
-                    return None
-                self._dirty = False
-                limit = self._pace.limit_tokens(self._scheduler.chunks_ride_beside_decodes)
-                plan, picked = self._scheduler.plan(limit)
-                if not plan.sequences and not picked:
-                    # Nothing can move until somebody submits, grants, joins or finishes.
-                    self._changed.wait_for(lambda: self._dirty or self._stopping)
-                    continue
-            if picked:
-                self._listener.stepped(list(picked), None)
-            if plan.sequences:
+    def _wait_for_plan(self) -> StepPlan | None:
+        """None when stopping."""
+        while not self._stopping:
+            self._dirty = False
+            if (plan := self.next_plan()) is not None:
                 return plan
-
-    def _give_up(self, plan: StepPlan, error: Exception) -> None:
-        """A step failed as a whole: its sequences end with a reason, the engine lives on."""
-        log.error("step %d failed: %s", plan.step, error, exc_info=error)
-        reason = f"the engine failed in step {plan.step}: {type(error).__name__}"
-        with self._changed:
-            events = self._scheduler.fail([s.request_id for s in plan.sequences], reason)
-        self._listener.stepped(events, None)
+            with self._changed:
+                self._changed.wait_for(lambda: self._dirty or self._stopping)
+        return None

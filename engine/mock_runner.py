@@ -12,7 +12,7 @@ and the cluster; ``token_s`` makes time pass as if something were computed.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +78,7 @@ class MockKvCache:
 
 
 class MockRunner:
-    """Implements ``engine.loop.StepRunner`` and the attributes of ``engine.runner.Runner``."""
+    """Implements ``engine.core.StepRunner`` and the attributes of ``engine.runner.Runner``."""
 
     def __init__(
         self,
@@ -120,21 +120,37 @@ class MockRunner:
         Raises:
             ValueError: the plan writes one slot twice, or lacks a block.
         """
+        layer_s = self._token_s * sum(len(s.token_ids) for s in plan.sequences)
+        for layer in self.layers(plan):
+            if layer_s:
+                time.sleep(layer_s / self.layout.num_layers)
+            if on_layer is not None:
+                on_layer(layer)
+        return self.sample(plan)
+
+    def layers(self, plan: StepPlan) -> Iterator[int]:
+        """Write this plan's rows, a layer at a time; yields each layer that is written.
+
+        Raises:
+            ValueError: the plan writes one slot twice, or lacks a block.
+        """
         self.cache.copy_blocks(plan.copies)
         slots = [self._slots(sequence) for sequence in plan.sequences]
         self._check_writes(plan, slots)
-        layer_s = self._token_s * sum(len(s.token_ids) for s in plan.sequences)
         for layer in range(self.layout.num_layers):
-            if layer_s:
-                time.sleep(layer_s / self.layout.num_layers)
             for sequence, at in zip(plan.sequences, slots, strict=True):
                 self._write(layer, sequence, at)
-            if on_layer is not None:
-                on_layer(layer)
+            yield layer
+
+    def sample(self, plan: StepPlan) -> StepResult:
+        """The tokens of a plan whose rows are written, each from the rows as they are now."""
         tokens: dict[str, int] = {}
         failures: dict[str, str] = {}
-        for sequence, at in zip(plan.sequences, slots, strict=True):
-            reason = self._broken(at) if sequence.samples else None
+        for sequence in plan.sequences:
+            if not sequence.samples:
+                continue
+            at = self._slots(sequence)
+            reason = self._broken(at)
             for each in sequence.samplers:
                 if reason is not None:
                     failures[each.request_id] = reason

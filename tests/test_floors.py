@@ -28,6 +28,7 @@ FLOORS = {
     "services.runtime": (3, "runtime"),
     "services": (3, "runtime"),
     "engine": (1, "engine"),
+    "engine.core": (2, "engine"),
     "engine.loop": (2, "engine"),
     "engine.runner": (2, "engine"),
     "engine.errors": (0, "engine"),

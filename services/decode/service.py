@@ -16,10 +16,11 @@ Knows nothing of how a prompt is computed elsewhere. Mounted by ``services.worke
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from engine.loop import Engine
+from engine.core import EngineCore
 from engine.plan import EngineEvent, Failed, Picked, Sampled, TokenLogprobs
 from engine.request import Purpose, Request, forks_of
 from engine.tokenizer import Tokenizer
@@ -44,12 +45,14 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineCore,
         port: EnginePort,
         target: KvTarget | None,
         tokenizer: Tokenizer,
         metrics: WorkerMetrics,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._engine = engine
         self._port = port
         self._target = target
@@ -82,7 +85,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         """One request, with its one terminal event."""
         try:
             request = parse_work_request(start.request)
-            choices = Choices(request, self._tokenizer, session.emit)
+            choices = Choices(request, self._tokenizer, session.emit, self._clock)
         except Exception as error:
             session.emit(failed_event(start.request.request_id, to_service_error(error)))
             return

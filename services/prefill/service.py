@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from engine.loop import Engine
+from engine.core import EngineCore
 from engine.plan import EngineEvent, Failed, Picked, Sampled
 from engine.request import Purpose, Request, forks_of
 from kvtransfer.source import KvSource, SourceHandoff
@@ -68,7 +68,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineCore,
         port: EnginePort,
         source: KvSource,
         metrics: WorkerMetrics,

@@ -28,6 +28,7 @@ from services.router.membership import InstanceState, Snapshot
 from services.router.openai_api import OpenAiApi
 from services.router.served_model import ServedModel
 from services.router.serving import Serving
+from services.router.streams import dial_with
 from services.runtime.errors import Unavailable
 from services.runtime.lifecycle import Component, Stack, StopSignals, run_until_stopped
 from services.runtime.metrics import RouterMetrics, new_registry
@@ -56,7 +57,7 @@ class Router(Component):
         registry = new_registry()
         self._metrics = RouterMetrics.create(registry, model.model_id, secrets.token_hex(4))
         self._health = Health((INFERENCE,))
-        self._fleet = Fleet(model.model_id, token, self._follow)
+        self._fleet = Fleet(model.model_id, dial_with(token), self._follow)
         self._serving = serving = Serving(
             self._fleet,
             self._admission,

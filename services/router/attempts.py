@@ -21,7 +21,7 @@ from typing import Any
 from engine.request import Request
 from protos import inference_pb2 as public
 from services.router.breaker import Breakers
-from services.router.dispatch import Attempt
+from services.router.dispatch import Attempt, draw_handoff_id
 from services.router.fleet import Fleet
 from services.router.healing import CAPACITY_S, History, LegFailure, is_curable, verdict
 from services.router.placement import place
@@ -46,7 +46,9 @@ class Attempts:
         disaggregate_from: int,
         policy: PlacementPolicy,
         clock: Callable[[], float] = time.monotonic,
+        new_handoff_id: Callable[[], bytes] = draw_handoff_id,
     ) -> None:
+        self._new_handoff_id = new_handoff_id
         self._fleet = fleet
         self._metrics = metrics
         self._disaggregate_from = disaggregate_from
@@ -187,7 +189,16 @@ class Attempts:
         prefill = self._fleet.link(placement.prefill) if placement.prefill else None
         decode = self._fleet.link(placement.decode)
         marks.begin_attempt()
-        return Attempt(request, record, marks, decode, prefill, marks.num_attempts, self._clock)
+        return Attempt(
+            request,
+            record,
+            marks,
+            decode,
+            prefill,
+            marks.num_attempts,
+            self._clock,
+            self._new_handoff_id,
+        )
 
 
 def _failed_attempt(

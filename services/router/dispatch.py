@@ -40,6 +40,11 @@ FINISH_GRACE_S = 0.05
 """How long a finished answer waits for the prefill leg's report, to complete the timeline."""
 
 
+def draw_handoff_id() -> bytes:
+    """Nobody can guess it: it is what keeps handoffs apart."""
+    return secrets.token_bytes(HANDOFF_ID_BYTES)
+
+
 @dataclass(slots=True)
 class _Leg:
     link: Link
@@ -58,6 +63,7 @@ class Attempt:
         prefill: Link | None,
         number: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        new_handoff_id: Callable[[], bytes] = draw_handoff_id,
     ) -> None:
         self._work_id = f"{request.request_id}/{number}"
         self._request = replace(request, request_id=self._work_id)
@@ -66,6 +72,7 @@ class Attempt:
         self._decode = _Leg(decode)
         self._prefill = _Leg(prefill) if prefill is not None else None
         self._clock = clock
+        self._new_handoff_id = new_handoff_id
         self._inbox: asyncio.Queue[tuple[_Leg | None, Event | ServiceError]] = asyncio.Queue()
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -74,7 +81,7 @@ class Attempt:
         request = work_request_message(self._request)
         order = wire.StartDecode(request=request)
         if self._prefill is not None:
-            handoff_id = secrets.token_bytes(HANDOFF_ID_BYTES)
+            handoff_id = self._new_handoff_id()
             target, source = self._decode.link.instance, self._prefill.link.instance
             order.handoff_id = handoff_id
             order.source_instance_id = source.instance_id

@@ -17,6 +17,7 @@ from typing import Any
 
 from services.router.link import Link
 from services.router.membership import Instance, Load, Membership, Snapshot
+from services.router.streams import Dial
 from services.runtime.errors import ServiceError, Unavailable
 from services.runtime.journal import fields
 from services.runtime.lifecycle import Component
@@ -32,12 +33,12 @@ class Fleet(Component):
     def __init__(
         self,
         model: str,
-        token: str,
+        dial: Dial,
         on_change: Callable[[Snapshot], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._membership = Membership(model)
-        self._token = token
+        self._dial = dial
         self._on_change = on_change
         self._clock = clock
         self._links: dict[str, Link] = {}
@@ -113,7 +114,7 @@ class Fleet(Component):
         return self._links[instance_id]
 
     async def _connect(self, instance: Instance) -> None:
-        link = Link(instance, self._token, self._broken)
+        link = Link(instance, self._dial, self._broken)
         try:
             await link.open()
         except Unavailable as error:

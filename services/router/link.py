@@ -14,18 +14,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import grpc
-
 from protos import worker_pb2 as wire
-from protos import worker_pb2_grpc
 from services.router.membership import Instance, Pending
-from services.runtime.errors import ServiceError, Unavailable, to_service_error
-from services.runtime.server import connect, token_metadata
+from services.router.streams import Dial, WorkStream
+from services.runtime.errors import ServiceError, Unavailable
 from services.runtime.settings import Role
 
 log = logging.getLogger(__name__)
-
-CONNECT_TIMEOUT_S = 3.0
 
 Event = wire.PrefillEvent | wire.DecodeEvent
 Sink = Callable[[Event | ServiceError], None]
@@ -36,16 +31,16 @@ class Link:
     """One stream, many requests."""
 
     def __init__(
-        self, instance: Instance, token: str, on_broken: Callable[["Link", ServiceError], None]
+        self, instance: Instance, dial: Dial, on_broken: Callable[["Link", ServiceError], None]
     ) -> None:
         self.instance = instance
-        self._token = token
+        self._dial = dial
         self._on_broken = on_broken
         self._is_prefill = instance.role is Role.PREFILL
         self._sinks: dict[str, Sink] = {}
         self._num_prompt_tokens: dict[str, int] = {}
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
-        self._channel: grpc.aio.Channel | None = None
+        self._stream: WorkStream | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._error: ServiceError | None = None
         self.has_died = False
@@ -67,16 +62,10 @@ class Link:
         Raises:
             Unavailable: the instance does not answer.
         """
-        self._channel = await connect(self.instance.address, CONNECT_TIMEOUT_S)
-        stub = (
-            worker_pb2_grpc.PrefillStub(self._channel)
-            if self._is_prefill
-            else worker_pb2_grpc.DecodeStub(self._channel)
-        )
-        call = stub.Run(metadata=token_metadata(self._token))
+        self._stream = stream = await self._dial(self.instance)
         self._tasks = [
-            asyncio.create_task(self._read(call), name=f"read-{self.instance.instance_id}"),
-            asyncio.create_task(self._write(call), name=f"write-{self.instance.instance_id}"),
+            asyncio.create_task(self._read(stream), name=f"read-{self.instance.instance_id}"),
+            asyncio.create_task(self._write(stream), name=f"write-{self.instance.instance_id}"),
         ]
 
     def start(self, start: wire.StartPrefill | wire.StartDecode, sink: Sink) -> None:
@@ -105,9 +94,9 @@ class Link:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.close()
 
     def _forget(self, request_id: str) -> Sink | None:
         self._num_prompt_tokens.pop(request_id, None)
@@ -117,23 +106,23 @@ class Link:
         kind = wire.PrefillCommand if self._is_prefill else wire.DecodeCommand
         self._outgoing.put_nowait(kind(**command))
 
-    async def _write(self, call: Any) -> None:
+    async def _write(self, stream: WorkStream) -> None:
         while True:
             command = await self._outgoing.get()
             try:
-                await call.write(command)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await stream.write(command)
+            except Unavailable:
                 return  # the reader hears why
 
-    async def _read(self, call: Any) -> None:
+    async def _read(self, stream: WorkStream) -> None:
         try:
-            async for message in call:
+            async for message in stream.events():
                 for event in message.events:
                     if sink := self._sinks.get(event.request_id):
                         sink(event)
             reason = "it ended the stream"
-        except grpc.aio.AioRpcError as error:
-            reason = str(to_service_error(error))
+        except ServiceError as error:
+            reason = str(error)
         role, address = self.instance.role.value, self.instance.address
         log.warning("lost instance %s: %s", self.instance.instance_id, reason)
         gone = Unavailable(f"the {role} instance at {address} went away")

@@ -20,6 +20,7 @@ from engine.request import Request
 from protos import inference_pb2 as public
 from services.router.admission import Admission
 from services.router.attempts import Attempts
+from services.router.dispatch import draw_handoff_id
 from services.router.fleet import Fleet
 from services.router.intake import Intake, Prompt, RawRequest
 from services.router.request_table import RequestEvent, RequestRecord, RequestTable
@@ -60,6 +61,7 @@ class Serving:
         disaggregate_from: int,
         policy: PlacementPolicy,
         clock: Callable[[], float] = time.monotonic,
+        new_handoff_id: Callable[[], bytes] = draw_handoff_id,
     ) -> None:
         self._fleet = fleet
         self._admission = admission
@@ -68,7 +70,7 @@ class Serving:
         self._max_context = max_context
         self._clock = clock
         self._table = RequestTable()
-        self._attempts = Attempts(fleet, metrics, disaggregate_from, policy, clock)
+        self._attempts = Attempts(fleet, metrics, disaggregate_from, policy, clock, new_handoff_id)
 
     @property
     def max_context(self) -> int:

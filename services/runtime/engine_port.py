@@ -11,7 +11,7 @@ Knows nothing of handoffs, of text or of the wire. Used by the prefill and the d
 import asyncio
 from collections.abc import Callable
 
-from engine.loop import StepRecord
+from engine.core import StepRecord
 from engine.plan import EngineEvent, StepPlan
 
 EventHandler = Callable[[EngineEvent], None]

@@ -7,10 +7,11 @@ sockets. Used by ``services.worker.app``.
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
+from engine.core import EngineListener
 from engine.kv.manager import KvManager
 from engine.loaders.files import ModelFiles
 from engine.loaders.open import open_model
-from engine.loop import Engine, EngineListener
+from engine.loop import Engine
 from engine.models.choose import Weights, read_weights
 from engine.pace import Pace
 from engine.runner import Runner

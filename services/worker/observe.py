@@ -6,7 +6,7 @@ Knows no service. Used by ``services.worker.app``.
 
 from prometheus_client import Counter
 
-from engine.loop import EngineLoad, StepRecord
+from engine.core import EngineLoad, StepRecord
 from kvtransfer.stats import EndpointStats
 from protos import cluster_pb2
 from services.runtime.metrics import WorkerMetrics

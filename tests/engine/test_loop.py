@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from engine.config import EngineConfig
+from engine.core import StepRecord
 from engine.errors import CapacityError
 from engine.kv.manager import KvManager
-from engine.loop import Engine, StepRecord
+from engine.loop import Engine
 from engine.pace import Pace
 from engine.plan import Computed, EngineEvent, Failed, Picked, Sampled, StepPlan, StepResult
 from engine.request import FinishReason, Purpose, Request, SamplingParams

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from engine.loop import StepRecord
+from engine.core import StepRecord
 from engine.plan import EngineEvent, Sampled, ScheduledSequence, StepPlan
 from engine.request import SamplingParams
 from services.runtime.engine_port import EnginePort
