@@ -104,6 +104,7 @@ class Admission:
             sequence.token_ids,
             sequence.request.salt,
             num_forks=max(1, sequence.num_slots),
+            takes_over=not self._computes_whole_prompt(sequence),
         )
         if allocation is None:
             self._block_on(sequence)
@@ -114,6 +115,12 @@ class Admission:
         sequence.num_cached_tokens = allocation.num_cached_tokens
         self._roster.start(sequence)
         return True
+
+    @staticmethod
+    def _computes_whole_prompt(sequence: Sequence) -> bool:
+        """Logprobs of a prompt need its every row, which a cached block would spare."""
+        tells = sequence.request.tells_prompt and not sequence.output_token_ids
+        return tells and not awaits_reservation(sequence)
 
     def _block_on(self, sequence: Sequence) -> None:
         if self._blocked is None or self._roster.goes_before(sequence, self._blocked):

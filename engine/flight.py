@@ -11,7 +11,15 @@ from collections.abc import Sequence as Tokens
 from engine.admission import Admission
 from engine.errors import IllegalTransition
 from engine.kv.manager import KvManager
-from engine.plan import Computed, EngineEvent, Failed, Sampled, StepPlan, StepResult
+from engine.plan import (
+    Computed,
+    EngineEvent,
+    Failed,
+    Sampled,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+)
 from engine.request import (
     FinishReason,
     Purpose,
@@ -72,9 +80,9 @@ class Flight:
             elif reason := result.failures.get(row.request_id):
                 events += self._failed(sequence, reason)
             elif not row.samples:
-                events += self._computed(sequence, row.end)
+                events += self._computed(sequence, row, result)
             elif row.request_id in result.token_ids:
-                events += self._computed(sequence, row.end)
+                events += self._computed(sequence, row, result)
                 events += self._sampled(sequence, result)
         return events
 
@@ -136,17 +144,27 @@ class Flight:
         self.end(sequence)
         return [Failed(request_id, reason) for request_id in ids]
 
-    def _computed(self, sequence: Sequence, end: int) -> list[EngineEvent]:
-        self._set_computed(sequence, end)
+    def _computed(
+        self, sequence: Sequence, row: ScheduledSequence, result: StepResult
+    ) -> list[EngineEvent]:
+        self._set_computed(sequence, row.end)
+        if told := result.prompt_logprobs.get(row.request_id):
+            # After a preemption the prompt is computed, and told, from its beginning.
+            sequence.prompt_logprobs = (*sequence.prompt_logprobs[: row.start], *told)
         is_source = sequence.purpose is Purpose.SOURCE
-        return [Computed(sequence.request_id, end)] if is_source else []
+        return [Computed(sequence.request_id, row.end)] if is_source else []
 
     def _sampled(self, sequence: Sequence, result: StepResult) -> list[EngineEvent]:
         """A SOURCE never says how the answer ends: its target alone decides, and forks."""
         if sequence.purpose is Purpose.SOURCE:
             sequence.advance(_E.PROMPT_COMPUTED)
             ids = [r.request_id for r in (sequence.request, *self._unborn(sequence))]
-            return [Sampled(i, result.token_ids[i], None, result.logprobs.get(i)) for i in ids]
+            told, sequence.prompt_logprobs = sequence.prompt_logprobs, ()
+            prompts = {sequence.request_id: told}
+            return [
+                Sampled(i, result.token_ids[i], None, result.logprobs.get(i), prompts.get(i, ()))
+                for i in ids
+            ]
         return [self._append(each, result) for each in (sequence, *self._fork(sequence))]
 
     def _append(self, sequence: Sequence, result: StepResult) -> Sampled:
@@ -160,7 +178,8 @@ class Flight:
             if sequence.state is _S.PREFILLING:
                 sequence.advance(_E.JOIN)
         logprobs = result.logprobs.get(sequence.request_id)
-        return Sampled(sequence.request_id, token_id, reason, logprobs)
+        told, sequence.prompt_logprobs = sequence.prompt_logprobs, ()
+        return Sampled(sequence.request_id, token_id, reason, logprobs, told)
 
     def _unborn(self, sequence: Sequence) -> tuple[Request, ...]:
         return forks_of(sequence.request)[1:] if sequence.num_unborn_forks else ()

@@ -2,7 +2,7 @@
 
 Before bias, penalties, temperature and filters, so the numbers say what the model thinks, not
 what it was asked to do. In float64, so that they do not depend on the order of a sum.
-Knows nothing of requests. Called by ``choice``.
+Knows nothing of requests. Called by ``choice`` and ``prompt_rows``.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.plan import TokenLogprobs
+from engine.request import TokenLogprobs
 
 
 def logprobs_of(

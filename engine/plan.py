@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.kv.manager import BlockCopy
-from engine.request import FinishReason, SamplingParams
+from engine.request import FinishReason, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,16 @@ class ScheduledSequence:
         return self.start + len(self.token_ids)
 
     @property
+    def num_prompt_rows(self) -> int:
+        """How many of its first rows tell the logprob of the prompt token that comes next.
+
+        None once there is output: then they have been told, here or by an earlier attempt.
+        """
+        if self.sampling.prompt_logprobs is None or self.output_token_ids:
+            return 0
+        return max(0, min(self.end, len(self.prompt_token_ids) - 1) - self.start)
+
+    @property
     def samplers(self) -> tuple["ScheduledSequence", ...]:
         """Everybody who samples from the last row: this sequence and its forks, each alone."""
         if not self.samples:
@@ -71,19 +81,6 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """How probable the model thought a token, and which ones it thought most probable."""
-
-    token_id: int
-    logprob: float
-    """Natural logarithm."""
-    rank: int
-    """1: none was more probable."""
-    top: tuple[tuple[int, float], ...] = ()
-    """(token id, logprob), the most probable first; as many as were asked for."""
-
-
-@dataclass(frozen=True, slots=True)
 class StepResult:
     """What the runner sampled: request_id -> token id, for every sequence that samples and its
     forks.
@@ -97,6 +94,8 @@ class StepResult:
     """request_id -> one line of reason."""
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     """request_id -> of its token, where they were asked for."""
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """request_id -> of the prompt tokens after its rows, where they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +127,8 @@ class Sampled:
     token_id: int
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first output token, where asked for: of every prompt token but the first."""
 
 
 @dataclass(frozen=True, slots=True)

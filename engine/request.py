@@ -86,6 +86,7 @@ class SamplingParams:
     logprobs: int | None = None
     """How many alternatives are told with a token's logprob; None: no logprobs."""
     prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, told once."""
     n: int = 1
     best_of: int = 1
     """At least n."""
@@ -113,6 +114,11 @@ class Request:
     """Output of an earlier attempt: read like the prompt, but part of the answer."""
 
     @property
+    def tells_prompt(self) -> bool:
+        """Logprobs of the prompt are wanted, and no earlier attempt has told them."""
+        return self.sampling.prompt_logprobs is not None and not self.output_token_ids
+
+    @property
     def known_token_ids(self) -> tuple[int, ...]:
         """Everything whose KV is computed before the first new token: prompt and earlier output."""
         return self.prompt_token_ids + self.output_token_ids
@@ -136,7 +142,7 @@ def forks_of(request: Request) -> tuple[Request, ...]:
 
     The others' ids end in ``/1``, ``/2`` and so on.
     """
-    sampling = replace(request.sampling, n=1, best_of=1)
+    sampling = replace(request.sampling, n=1, best_of=1, prompt_logprobs=None)
     return (
         request,
         *(
@@ -201,6 +207,19 @@ SEQUENCE_TABLE: Mapping[SequenceState, Mapping[SequenceEvent, SequenceState]] = 
 }
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable the model thought a token, and which ones it thought most probable."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm."""
+    rank: int
+    """1: none was more probable."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), the most probable first; as many as were asked for."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Token ids and progress of one request inside one engine; owned by the scheduler."""
@@ -219,6 +238,8 @@ class Sequence:
     num_preemptions: int = 0
     num_unborn_forks: int = 0
     """Sequences that will begin where this one's prompt ends."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt tokens after those computed, until the first output token takes them along."""
 
     @property
     def num_slots(self) -> int:

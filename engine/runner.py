@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from engine.kv.cache import PagedKvCache, num_blocks_for
 from engine.loaders.files import ModelFiles
 from engine.models.choose import Weights, build, choose, read_weights
 from engine.plan import StepPlan, StepResult
+from engine.prompt_rows import PromptRows
 from engine.recipe import Recipe
 from engine.tokenizer import Tokenizer
 from kvtransfer.layout import KvLayout
@@ -72,11 +73,13 @@ class Runner:
         sampling = [each for row in rows for each in row.samplers]
         self.cache.copy_blocks(plan.copies)
         with torch.inference_mode():
-            logits = self._model.step(plan.sequences, self.cache, on_layer)
+            prompts = PromptRows(plan.sequences)
+            logits = self._model.step(plan.sequences, self.cache, on_layer, prompts.wanted)
             if len(sampling) > len(rows):
                 logits = logits.repeat_interleave(torch.tensor([len(r.samplers) for r in rows]), 0)
             eos_token_ids = self.model_config.eos_token_ids
-            return choose_tokens(logits, sampling, eos_token_ids, self._make_guides)
+            result = choose_tokens(logits, sampling, eos_token_ids, self._make_guides)
+            return replace(result, prompt_logprobs=prompts.told())
 
     def _make_guides(self) -> Guides:
         """Made for the first request that wants a guide."""

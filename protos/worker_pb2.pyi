@@ -68,12 +68,14 @@ class StartDecode(_message.Message):
     def __init__(self, request: _Optional[_Union[WorkRequest, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., source_instance_id: _Optional[str] = ...) -> None: ...
 
 class FirstDetails(_message.Message):
-    __slots__ = ("logprobs", "others")
+    __slots__ = ("logprobs", "others", "prompt_logprobs")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     logprobs: _inference_pb2.TokenLogprobs
     others: _containers.RepeatedCompositeFieldContainer[FirstToken]
-    def __init__(self, logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., others: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    def __init__(self, logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., others: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_id", "logprobs")

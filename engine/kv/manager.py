@@ -107,7 +107,12 @@ class KvManager:
         return tuple(self._holding(sequence_id).block_ids)
 
     def allocate(
-        self, sequence_id: str, token_ids: Sequence[int], salt: str = "", num_forks: int = 1
+        self,
+        sequence_id: str,
+        token_ids: Sequence[int],
+        salt: str = "",
+        num_forks: int = 1,
+        takes_over: bool = True,
     ) -> Allocation | None:
         """Blocks for all of ``token_ids``, or None when they do not fit now.
 
@@ -117,6 +122,7 @@ class KvManager:
         Args:
             num_forks: how many the sequence will become; each but one will want a block to
                 go on in, so that many must be left over.
+            takes_over: False where every token has to be computed: nothing is looked up.
         """
         if sequence_id in self._holdings:
             raise IllegalTransition(f"sequence {sequence_id}: allocated twice")
@@ -124,9 +130,10 @@ class KvManager:
         hits: list[int] = []
         if self._prefix_cache:
             self._extend_hashes(holding, token_ids, len(token_ids) // self.block_size)
-            hits = self._index.longest_prefix(
-                holding.hashes[: (len(token_ids) - 1) // self.block_size]
-            )
+            if takes_over:
+                hits = self._index.longest_prefix(
+                    holding.hashes[: (len(token_ids) - 1) // self.block_size]
+                )
         num_fresh = self._num_blocks_for(len(token_ids)) - len(hits)
         if not self._fits(hits, num_fresh + num_forks - 1):
             return None
@@ -136,7 +143,7 @@ class KvManager:
         holding.num_published_blocks = len(hits)
         self._holdings[sequence_id] = holding
         num_cached_tokens = len(hits) * self.block_size
-        self.num_query_tokens += len(token_ids)
+        self.num_query_tokens += len(token_ids) if takes_over else 0
         self.num_hit_tokens += num_cached_tokens
         return Allocation(tuple(holding.block_ids), num_cached_tokens)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.kv.cache import PagedKvCache
-from engine.models.interface import OnLayer, Weights
+from engine.models.interface import OnLayer, OtherRows, Weights
 from engine.ops.batch import Batch
 from engine.ops.interface import Linear, Ops
 from engine.ops.rope import Rope
@@ -56,7 +56,13 @@ class Decoder:
         # As the models were trained: rounded to the type of the activations.
         self._embedding_scale = torch.tensor(config.embedding_scale).to(self._embedding.dtype)
 
-    def forward(self, batch: Batch, cache: PagedKvCache, on_layer: OnLayer) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        cache: PagedKvCache,
+        on_layer: OnLayer,
+        others: OtherRows | None = None,
+    ) -> Tensor:
         config, ops = self._config, self._ops
         prepared = ops.prepare_attention(batch, cache.layout, config.num_heads)
         angles = self._rope.angles(batch.positions)
@@ -74,7 +80,7 @@ class Decoder:
             queries, keys, values = self._rotated(heads, layer, *turned)
             cache.write(i, batch.key_rows, keys, values)
             on_layer(i)
-            if i == len(self._layers) - 1 and not len(batch.sample_rows):
+            if i == len(self._layers) - 1 and not len(batch.sample_rows) and others is None:
                 # Nobody asks for what comes after the last layer's KV.
                 return torch.empty(0, config.vocab_size)
             attended = ops.attention(
@@ -90,8 +96,15 @@ class Decoder:
             given = layer.down(self._activate(layer.gate_up(normed)))
             hidden = hidden + self._normed(given, layer.mlp_post_norm)
 
-        logits = self._head(self._normed(hidden[batch.sample_rows], self._norm)).float()
-        cap = config.logits_soft_cap
+        if others is not None:
+            for rows in others.blocks():
+                others.take(self._logits(hidden[torch.tensor(rows)]))
+        return self._logits(hidden[batch.sample_rows])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden_size] -> [rows, vocab_size]``, float32."""
+        logits = self._head(self._normed(hidden, self._norm)).float()
+        cap = self._config.logits_soft_cap
         return logits if cap is None else cap * (logits / cap).tanh()
 
     def _rotated(

@@ -13,8 +13,8 @@ from torch import Tensor
 from engine.kv.cache import PagedKvCache
 from engine.loaders.files import ModelFiles
 from engine.loaders.gguf_model import GgufModel
-from engine.models.interface import OnLayer
-from engine.ops.cpu.native_model import LayerCounter, NativeLlama, SequenceRows
+from engine.models.interface import OnLayer, OtherRows
+from engine.ops.cpu.native_model import LayerCounter, NativeLlama, NativeStep, SequenceRows
 from engine.ops.cpu.pack import RawBlocks, is_packable
 from engine.plan import ScheduledSequence
 
@@ -61,6 +61,7 @@ class NativeModel:
         sequences: tuple[ScheduledSequence, ...],
         cache: PagedKvCache,
         on_layer: OnLayer | None,
+        others: OtherRows | None = None,
     ) -> Tensor:
         token_ids = [token for s in sequences for token in s.token_ids]
         rows = [
@@ -69,24 +70,23 @@ class NativeModel:
         ]
         ends = np.cumsum([r.num_rows for r in rows])
         sample_rows = [int(end) - 1 for s, end in zip(sequences, ends, strict=True) if s.samples]
+        counter = self._counter if on_layer is not None else None
+        step = NativeStep(self._native, token_ids, rows, sample_rows, cache, counter)
         if on_layer is None:
-            logits = self._native.forward(token_ids, rows, sample_rows, cache)
+            step.run_layers(0, self._native.config.num_layers)
         else:
-            logits = self._watched(token_ids, rows, sample_rows, cache, on_layer)
-        return torch.from_numpy(logits)
+            self._watched(step, on_layer)
+        if others is not None:
+            for block in others.blocks():
+                others.take(torch.from_numpy(step.logits_of(block)))
+        return torch.from_numpy(step.logits)
 
-    def _watched(
-        self,
-        token_ids: list[int],
-        rows: list[SequenceRows],
-        sample_rows: list[int],
-        cache: PagedKvCache,
-        on_layer: OnLayer,
-    ) -> np.ndarray:
-        watch = _Watch(self._counter, self._native.config.num_layers, on_layer)
+    def _watched(self, step: NativeStep, on_layer: OnLayer) -> None:
+        num_layers = self._native.config.num_layers
+        watch = _Watch(self._counter, num_layers, on_layer)
         told = self._watcher.submit(watch.run)
         try:
-            return self._native.forward(token_ids, rows, sample_rows, cache, self._counter)
+            step.run_layers(0, num_layers)
         finally:
             # Every layer is told before the step's result is: a FIRST never precedes its KV's end.
             watch.stop()

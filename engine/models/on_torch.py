@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from engine.kv.cache import PagedKvCache
-from engine.models.interface import Model, OnLayer
+from engine.models.interface import Model, OnLayer, OtherRows
 from engine.ops.batch import make_batch
 from engine.plan import ScheduledSequence
 
@@ -19,9 +19,10 @@ class TorchModel:
         sequences: tuple[ScheduledSequence, ...],
         cache: PagedKvCache,
         on_layer: OnLayer | None,
+        others: OtherRows | None = None,
     ) -> Tensor:
         batch = make_batch(sequences, cache.layout.block_size)
-        return self._model.forward(batch, cache, on_layer or _ignore)
+        return self._model.forward(batch, cache, on_layer or _ignore, others)
 
 
 def _ignore(layer: int) -> None:

@@ -58,6 +58,7 @@ class Answer:
         for number, token_id in enumerate(request.output_token_ids, 1):
             # As an earlier attempt pushed them: what it held back of their text is held here, too.
             self._text(token_id, number)
+        self._has_told_prompt = False
         self.queue_s = 0.0
         """Received here -> picked by the scheduler; for a prompt prefilled here."""
         self.num_cached_tokens = 0
@@ -70,19 +71,22 @@ class Answer:
         if self.ended.is_set():
             return  # the engine may be a step ahead of a stop string
         self._note_time()
+        prompt_logprobs = self._told_prompt(sampled)
         reason = sampled.finish_reason
         stop_reason = ""
         if reason is FinishReason.STOP:
             stop_reason = self._stop_reason(sampled.token_id)
             if not self._request.sampling.include_stop:
-                self._finish(FinishReason.STOP, stop_reason)
+                self._finish(FinishReason.STOP, stop_reason, prompt_logprobs)
                 return
         self.num_output_tokens += 1
         text, matched = self._text(sampled.token_id, self.num_output_tokens)
         if reason is not None and matched is None:
             tail, matched = self._tail()
             text += tail
-        tokens = public.Tokens(token_ids=[sampled.token_id], text=text)
+        tokens = public.Tokens(
+            token_ids=[sampled.token_id], text=text, prompt_logprobs=prompt_logprobs
+        )
         if sampled.logprobs is not None:
             tokens.logprobs.append(logprobs_message(sampled.logprobs))
         if matched is not None:
@@ -112,6 +116,15 @@ class Answer:
             return text, None
         return self._stops.push(text)
 
+    def _told_prompt(self, sampled: Sampled) -> list[public.TokenLogprobs]:
+        """With the first token: one for each of the prompt; nothing comes before the first."""
+        if not self._request.tells_prompt or self._has_told_prompt:
+            return []
+        self._has_told_prompt = True
+        first = public.TokenLogprob(token_id=self._request.prompt_token_ids[0])
+        records = [logprobs_message(record) for record in sampled.prompt_logprobs]
+        return [public.TokenLogprobs(token=first), *records]
+
     def _note_time(self) -> None:
         now_s = self._clock()
         if self._first_token_s is None:
@@ -128,9 +141,14 @@ class Answer:
         text, matched = self._stops.push(self._detokenizer.flush())
         return (text, matched) if matched is not None else (text + self._stops.flush(), None)
 
-    def _finish(self, reason: FinishReason, stop_reason: str) -> None:
+    def _finish(
+        self,
+        reason: FinishReason,
+        stop_reason: str,
+        prompt_logprobs: list[public.TokenLogprobs],
+    ) -> None:
         text, matched = self._tail()
-        last = public.Tokens(text=text)
+        last = public.Tokens(text=text, prompt_logprobs=prompt_logprobs)
         self._end(FinishReason.STOP if matched else reason, matched or stop_reason, last)
 
     def _end(self, reason: FinishReason, stop_reason: str, last: public.Tokens) -> None:

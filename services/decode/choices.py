@@ -7,6 +7,7 @@ totals. Knows nothing of KV or of the engine. Made by the decode service for eve
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from engine.plan import Sampled
 from engine.request import Request
@@ -30,8 +31,15 @@ class Choices:
         self._request = request
         self._emit = emit
         count = request.sampling.num_candidates
+        # The prompt is told once, with the first answer.
+        other = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
         self._answers = [
-            Answer(request, tokenizer, self._sink(index) if count > 1 else emit, clock)
+            Answer(
+                other if index else request,
+                tokenizer,
+                self._sink(index) if count > 1 else emit,
+                clock,
+            )
             for index in range(count)
         ]
         self._finished: list[wire.DecodeFinished] = []
@@ -92,7 +100,7 @@ class Choices:
     def _end(self, index: int, finished: wire.DecodeFinished) -> None:
         if self._has_failed:
             return
-        if finished.last.token_ids or finished.last.text:
+        if finished.last.ByteSize():
             self._tell(index, finished.last)
         choice = public.ChoiceFinished(
             index=index,

@@ -18,11 +18,12 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 from engine.core import EngineCore
-from engine.plan import EngineEvent, Failed, Picked, Sampled, TokenLogprobs
-from engine.request import Purpose, Request, forks_of
+from engine.plan import EngineEvent, Failed, Picked, Sampled
+from engine.request import Purpose, Request, TokenLogprobs, forks_of
 from engine.tokenizer import Tokenizer
 from kvtransfer.handoff.frames import First
 from kvtransfer.target import KvTarget, TargetHandoff
@@ -36,8 +37,6 @@ from services.runtime.errors import FailedPrecondition, Internal, to_service_err
 from services.runtime.metrics import WorkerMetrics
 from services.runtime.session import Session
 from services.runtime.work import as_attempt, parse_logprobs, parse_work_request
-
-FirstToken = tuple[int, TokenLogprobs | None]
 
 
 class DecodeService(worker_pb2_grpc.DecodeServicer):
@@ -137,24 +136,20 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             ended = self._push_firsts(choices, attempt, firsts)
             if not choices.has_ended:
                 await handoff.landed()
-                self._engine.join(attempt.request_id, *(token_id for token_id, _ in firsts))
+                self._engine.join(attempt.request_id, *(each.token_id for each in firsts))
                 for request_id in ended:
                     self._engine.finish(request_id)
                 await choices.ended()
         finally:
             self._background.spawn(self._release(attempt, handoff))
 
-    def _push_firsts(
-        self, choices: Choices, attempt: Request, firsts: list[FirstToken]
-    ) -> list[str]:
+    def _push_firsts(self, choices: Choices, attempt: Request, firsts: list[Sampled]) -> list[str]:
         """The first token of every answer goes out at once; who has ended with it."""
         ended = []
-        pairs = zip(forks_of(attempt), firsts, strict=True)
-        for index, (request, (token_id, logprobs)) in enumerate(pairs):
-            reason = self._engine.finish_reason(request, token_id)
-            sampled = Sampled(request.request_id, token_id, reason, logprobs)
-            if self._push(choices, index, sampled):
-                ended.append(request.request_id)
+        for index, first in enumerate(firsts):
+            reason = self._engine.finish_reason(attempt, first.token_id)
+            if self._push(choices, index, replace(first, finish_reason=reason)):
+                ended.append(first.request_id)
         return ended
 
     async def _take(self, handoff: TargetHandoff, request: Request) -> First:
@@ -202,21 +197,26 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         self._port.notify_moved()
 
 
-def _firsts(first: First, attempt: Request) -> list[FirstToken]:
-    """The first token of every answer.
+def _firsts(first: First, attempt: Request) -> list[Sampled]:
+    """The first token of every answer, and with the first what is said of the prompt.
 
     Raises:
         FailedPrecondition: they are not as many as the answers.
     """
     details = wire.FirstDetails.FromString(first.details)
-    firsts: list[FirstToken] = [(first.token_id, _logprobs(details))]
-    firsts += [(each.token_id, _logprobs(each)) for each in details.others]
-    if len(firsts) != attempt.sampling.num_candidates:
+    told: list[tuple[int, wire.FirstDetails | wire.FirstToken]] = [(first.token_id, details)]
+    told += [(each.token_id, each) for each in details.others]
+    requests = forks_of(attempt)
+    if len(told) != len(requests):
         raise FailedPrecondition(
-            f"the prefill instance sent {len(firsts)} first tokens for "
-            f"{attempt.sampling.num_candidates} answers"
+            f"the prefill instance sent {len(told)} first tokens for {len(requests)} answers"
         )
-    return firsts
+    firsts = [
+        Sampled(request.request_id, token_id, None, _logprobs(message))
+        for request, (token_id, message) in zip(requests, told, strict=True)
+    ]
+    prompt = tuple(parse_logprobs(record) for record in details.prompt_logprobs)
+    return [replace(firsts[0], prompt_logprobs=prompt), *firsts[1:]]
 
 
 def _logprobs(message: wire.FirstDetails | wire.FirstToken) -> TokenLogprobs | None:

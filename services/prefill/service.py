@@ -208,7 +208,9 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
 
 def _details(first: Sampled, others: list[Sampled]) -> bytes:
     """What the decode instance must know of the first tokens, beside the id of the first."""
-    details = wire.FirstDetails()
+    details = wire.FirstDetails(
+        prompt_logprobs=[logprobs_message(record) for record in first.prompt_logprobs]
+    )
     if first.logprobs is not None:
         details.logprobs.CopyFrom(logprobs_message(first.logprobs))
     for other in others:

@@ -219,7 +219,7 @@ class Attempt:
 def _says_something(output: Output) -> bool:
     if isinstance(output, public.ChoiceFinished):
         return True
-    return bool(output.token_ids or output.text)
+    return bool(output.token_ids or output.text or output.prompt_logprobs)
 
 
 def _leg_error(failed: wire.WorkFailed) -> ServiceError:

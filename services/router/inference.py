@@ -178,9 +178,9 @@ _NUMBERS = (
     "min_tokens",
     "logprobs",
     "n",
+    "prompt_logprobs",
 )
 """Fields of SamplingParams that know whether they are set."""
-_NOT_YET = ("prompt_logprobs", "beam_search")
 
 
 def raw_request(request: public.GenerateRequest) -> RawRequest:
@@ -191,9 +191,8 @@ def raw_request(request: public.GenerateRequest) -> RawRequest:
     """
     prompt, name = _prompt(request)
     sampling = request.sampling
-    for field in _NOT_YET:
-        if sampling.HasField(field):
-            raise InvalidArgument(SPELLING(field), "is not supported")
+    if sampling.HasField("beam_search"):
+        raise InvalidArgument(SPELLING("beam_search"), "is not supported")
     if sampling.HasField("best_of") and sampling.best_of != 1:
         raise InvalidArgument(SPELLING("best_of"), "only 1 is supported")
     numbers: dict[str, Any] = {n: getattr(sampling, n) for n in _NUMBERS if sampling.HasField(n)}

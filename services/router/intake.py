@@ -12,7 +12,13 @@ from dataclasses import dataclass, field, replace
 from engine.errors import InvalidRequest
 from engine.request import Request
 from services.router.chats import Chat, ToolChoice, check_chat
-from services.router.sampling import RawSampling, Spelling, check_vocabulary, parse_sampling
+from services.router.sampling import (
+    RawSampling,
+    Spelling,
+    check_prompt_logprobs,
+    check_vocabulary,
+    parse_sampling,
+)
 from services.router.served_model import ServedModel
 from services.runtime.errors import InvalidArgument
 
@@ -42,6 +48,8 @@ class RawRequest:
     priority: int = 0
     salt: str = ""
     """Equal prompts share a prefix cache only under equal salts."""
+    echo: bool = False
+    """The text of the answer begins with the prompt."""
 
 
 def new_request_id() -> str:
@@ -101,6 +109,7 @@ class Intake:
             await self._model.check_guide(sampling.guide, raw.spelling("guided"))
         token_ids = await self.token_ids(raw.prompt, raw.prompt_field)
         room = _room(len(token_ids), raw.prompt_field, max_context)
+        check_prompt_logprobs(sampling, len(token_ids), raw.spelling("prompt_logprobs"))
         wanted = raw.sampling.max_tokens or raw.default_max_tokens or room
         return Request(
             request_id=new_request_id(),

@@ -16,11 +16,13 @@ from services.router.openai_logprobs import (
     chat_logprobs,
     completion_logprobs,
     num_characters,
+    prompt_logprobs,
 )
 from services.router.serving import FINISH_REASON_NAMES
 from services.runtime.errors import InvalidArgument, NotFound, ServiceError
 
 Json = dict[str, Any]
+Logprobs = Sequence[public.TokenLogprobs]
 
 
 @dataclass(slots=True)
@@ -37,10 +39,24 @@ class Choice:
     """Where the next streamed token begins, in characters."""
     calls: CallReader | None = None
     """Of an answer that may call tools."""
+    echo: str | None = None
+    """The prompt, where the answer begins with it; empty once it has been said."""
+    prompt_logprobs: list[public.TokenLogprobs] = field(default_factory=list)
 
     @property
     def wants_logprobs(self) -> bool:
         return self.request.sampling.logprobs is not None
+
+    def take_echo(self) -> str:
+        """What of the prompt has still to be said."""
+        if not self.echo:
+            return ""
+        text, self.echo = self.echo, ""
+        return text
+
+    def told(self, tokens: Sequence[public.TokenLogprobs], prompt: Logprobs) -> Logprobs:
+        """What ``logprobs`` of a completion shows: of the prompt, too, where it is echoed."""
+        return [*(prompt if self.echo is not None else ()), *tokens]
 
     def take(self, event: public.Accepted | public.Tokens | public.Finished) -> None:
         if isinstance(event, public.Finished):
@@ -49,6 +65,7 @@ class Choice:
             self.texts.append(event.text)
             self.token_ids.extend(event.token_ids)
             self.logprobs.extend(event.logprobs)
+            self.prompt_logprobs.extend(event.prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +79,8 @@ class Envelope:
     return_token_ids: bool
     include_usage: bool
     spell: Spell
+    prompt_logprobs: int | None = None
+    """How many alternatives to show of each prompt token; None: the prompt is not told."""
 
     def wrap(self, kind: str, choices: list[Json]) -> Json:
         return {
@@ -72,6 +91,12 @@ class Envelope:
             "system_fingerprint": self.system_fingerprint,
             "choices": choices,
         }
+
+    def of_prompt(self, records: Logprobs) -> Json:
+        """``prompt_logprobs`` of a response, once there are any."""
+        if self.prompt_logprobs is None or not records:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(records, self.spell, self.prompt_logprobs)}
 
 
 def usage(choices: Sequence[Choice]) -> Json:
@@ -102,10 +127,12 @@ class CompletionForm:
     def whole(self, envelope: Envelope, choices: Sequence[Choice]) -> Json:
         parts = []
         for choice in choices:
-            part: Json = {"index": choice.index, "text": "".join(choice.texts), "logprobs": None}
-            part |= _ending(choice)
+            text = choice.take_echo() + "".join(choice.texts)
+            part: Json = {"index": choice.index, "text": text, "logprobs": None}
+            part |= _ending(choice) | envelope.of_prompt(choice.prompt_logprobs)
             if choice.wants_logprobs:
-                part["logprobs"] = completion_logprobs(choice.logprobs, envelope.spell, 0)
+                records = choice.told(choice.logprobs, choice.prompt_logprobs)
+                part["logprobs"] = self._logprobs(envelope, choice, records)
             if envelope.return_token_ids:
                 part["prompt_token_ids"] = list(choice.request.prompt_token_ids)
                 part["token_ids"] = choice.token_ids
@@ -123,20 +150,29 @@ class CompletionForm:
         return envelope.wrap("text_completion", [part])
 
     def chunk(self, envelope: Envelope, choice: Choice, tokens: public.Tokens) -> Json:
-        part = self._part(choice, tokens.text)
-        if tokens.logprobs:
-            offset = choice.text_offset
-            choice.text_offset += num_characters(tokens.logprobs, envelope.spell)
-            part["logprobs"] = completion_logprobs(tokens.logprobs, envelope.spell, offset)
+        part = self._part(choice, choice.take_echo() + tokens.text)
+        part |= envelope.of_prompt(tokens.prompt_logprobs)
+        records = choice.told(tokens.logprobs, tokens.prompt_logprobs)
+        if choice.wants_logprobs and records:
+            part["logprobs"] = self._logprobs(envelope, choice, records)
         if envelope.return_token_ids:
             part["token_ids"] = list(tokens.token_ids)
         return envelope.wrap("text_completion", [part])
 
     def closing(self, envelope: Envelope, choice: Choice) -> Json:
-        return envelope.wrap("text_completion", [self._part(choice, "") | _ending(choice)])
+        return envelope.wrap(
+            "text_completion", [self._part(choice, choice.take_echo()) | _ending(choice)]
+        )
 
     def usage_chunk(self, envelope: Envelope, choices: Sequence[Choice]) -> Json:
         return envelope.wrap("text_completion", []) | {"usage": usage(choices)}
+
+    def _logprobs(self, envelope: Envelope, choice: Choice, records: Logprobs) -> Json:
+        """Of the next tokens of the answer."""
+        offset = choice.text_offset
+        choice.text_offset += num_characters(records, envelope.spell)
+        num_top = choice.request.sampling.logprobs or 0
+        return completion_logprobs(records, envelope.spell, offset, num_top)
 
     def _part(self, choice: Choice, text: str) -> Json:
         return {"index": choice.index, "text": text, "logprobs": None, "finish_reason": None}
@@ -166,6 +202,7 @@ class ChatForm:
                 part["token_ids"] = choice.token_ids
             parts.append(part)
         result = envelope.wrap("chat.completion", parts) | {"usage": usage(choices)}
+        result |= envelope.of_prompt(choices[0].prompt_logprobs)
         if envelope.return_token_ids:
             result["prompt_token_ids"] = list(choices[0].request.prompt_token_ids)
         return result
@@ -180,14 +217,15 @@ class ChatForm:
     def chunk(self, envelope: Envelope, choice: Choice, tokens: public.Tokens) -> Json | None:
         """None: nothing to say yet, the text may become a call."""
         said = self._delta(choice, tokens.text)
-        if not (said or tokens.logprobs or envelope.return_token_ids):
+        prompt = {} if choice.index else envelope.of_prompt(tokens.prompt_logprobs)
+        if not (said or tokens.logprobs or prompt or envelope.return_token_ids):
             return None
         part = self._part(choice, said)
         if tokens.logprobs:
             part["logprobs"] = chat_logprobs(tokens.logprobs, envelope.spell)
         if envelope.return_token_ids:
             part["token_ids"] = list(tokens.token_ids)
-        return self._wrap(envelope, part)
+        return self._wrap(envelope, part) | prompt
 
     def closing(self, envelope: Envelope, choice: Choice) -> Json:
         rest = self._delta(choice, "", ended=True)

@@ -181,12 +181,24 @@ class OpenAiApi:
         """The events of all requests as they come, each with the choice it belongs to."""
         with self._serving.enter(len(raws)):
             requests = [await self._serving.parse(raw) for raw in raws]
-            groups = choices_of(requests)
+            echoes = [
+                self._echo(raw, each.prompt_token_ids)
+                for raw, each in zip(raws, requests, strict=True)
+            ]
+            groups = choices_of(requests, echoes)
             streams = [self._serving.answer(request, received_s) for request in requests]
             async with contextlib.aclosing(merge(streams)) as merged:
                 async for index, event in merged:
                     for choice, part in by_choice(groups[index], event):
                         yield choice, part
+
+    def _echo(self, raw: RawRequest, token_ids: Sequence[int]) -> str | None:
+        if not raw.echo:
+            return None
+        if isinstance(raw.prompt, str):
+            return raw.prompt
+        spell = self._model.tokenizer.token_bytes
+        return b"".join(map(spell, token_ids)).decode("utf-8", "replace")
 
     def _envelope(self, body: Body, form: Form, request_id: str) -> Envelope:
         digest = self._serving.model_digest
@@ -198,6 +210,7 @@ class OpenAiApi:
             return_token_ids=bool(body.return_token_ids),
             include_usage=body.include_usage,
             spell=self._model.tokenizer.token_bytes,
+            prompt_logprobs=body.prompt_logprobs,
         )
 
     def _describe(self, name: str) -> Json:

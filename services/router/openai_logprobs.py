@@ -23,12 +23,14 @@ def chat_logprobs(records: Sequence[public.TokenLogprobs], spell: Spell) -> Json
 
 
 def completion_logprobs(
-    records: Sequence[public.TokenLogprobs], spell: Spell, text_offset: int
+    records: Sequence[public.TokenLogprobs], spell: Spell, text_offset: int, num_top: int
 ) -> Json:
     """``logprobs`` of a completion choice or of a part of one.
 
     Args:
+        records: the first of an echoed prompt has no logprob.
         text_offset: of the first token, in characters from the beginning of the text.
+        num_top: most alternatives to show of each.
     """
     tokens = [_text(record.token.token_id, spell) for record in records]
     offsets = []
@@ -37,10 +39,21 @@ def completion_logprobs(
         text_offset += len(token)
     return {
         "tokens": tokens,
-        "token_logprobs": [record.token.logprob for record in records],
-        "top_logprobs": [_by_text(record, spell) for record in records],
+        "token_logprobs": [
+            record.token.logprob if _is_told(record) else None for record in records
+        ],
+        "top_logprobs": [
+            _by_text(record, spell, num_top) if _is_told(record) else None for record in records
+        ],
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(
+    records: Sequence[public.TokenLogprobs], spell: Spell, num_top: int
+) -> list[Json | None]:
+    """``prompt_logprobs`` in vLLM's form: token id -> what is said of it; None for the first."""
+    return [_by_id(record, spell, num_top) if _is_told(record) else None for record in records]
 
 
 def num_characters(records: Sequence[public.TokenLogprobs], spell: Spell) -> int:
@@ -48,9 +61,25 @@ def num_characters(records: Sequence[public.TokenLogprobs], spell: Spell) -> int
     return sum(len(_text(record.token.token_id, spell)) for record in records)
 
 
-def _by_text(record: public.TokenLogprobs, spell: Spell) -> dict[str, float]:
+def _is_told(record: public.TokenLogprobs) -> bool:
+    """Nothing comes before a prompt's first token, so nothing says how probable it was."""
+    return record.token.rank > 0
+
+
+def _by_id(record: public.TokenLogprobs, spell: Spell, num_top: int) -> Json:
+    return {
+        str(each.token_id): {
+            "logprob": each.logprob,
+            "rank": each.rank,
+            "decoded_token": _text(each.token_id, spell),
+        }
+        for each in (*record.top[:num_top], record.token)
+    }
+
+
+def _by_text(record: public.TokenLogprobs, spell: Spell, num_top: int) -> dict[str, float]:
     """The most probable ones and the token itself, which OpenAI adds where it is not among them."""
-    every = [*record.top, record.token]
+    every = [*record.top[:num_top], record.token]
     found: dict[str, float] = {}
     for each in every:
         found.setdefault(_text(each.token_id, spell), each.logprob)

@@ -6,6 +6,7 @@ Knows nothing of HTTP. Used by ``openai_api``.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pydantic
@@ -46,7 +47,6 @@ def _text_only(value: Any) -> bool:
 
 REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "best_of": _one,
-    "prompt_logprobs": lambda value: value is None,
     "echo": _unset,
     "suffix": _unset,
     "functions": _unset,
@@ -99,6 +99,7 @@ class _Body(BaseModel):
     min_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     bad_words: Listed[str] | None = None
+    prompt_logprobs: int | None = None
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -146,6 +147,7 @@ class _Body(BaseModel):
             include_stop=bool(self.include_stop_str_in_output),
             bad_words=self.bad_words or (),
             logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             guide=guide,
         )
 
@@ -155,6 +157,7 @@ class CompletionBody(_Body):
 
     prompt: str | Listed[int] | Listed[str] | Listed[Listed[int]]
     logprobs: int | None = None
+    echo: bool | None = None
 
     def raw_requests(self) -> list[RawRequest]:
         """One request for each prompt.
@@ -171,17 +174,24 @@ class CompletionBody(_Body):
             )
         guide, guide_field = guide_of(self)
         sampling = self.sampling(self.max_tokens, self.logprobs, guide)
-        spelling = Spelling(renamed={**_RENAMED, "guided": guide_field})
+        renamed = {**_RENAMED, "guided": guide_field}
+        if self.echo and self.logprobs is not None:
+            # What is echoed is told like what is written.
+            if sampling.prompt_logprobs is None:
+                renamed["prompt_logprobs"] = "logprobs"
+            most = max(sampling.prompt_logprobs or 0, self.logprobs)
+            sampling = replace(sampling, prompt_logprobs=most)
         return [
             RawRequest(
                 prompt=prompt,
                 prompt_field="prompt" if len(prompts) == 1 else f"prompt[{index}]",
-                spelling=spelling,
+                spelling=Spelling(renamed=renamed),
                 model=self.model or "",
                 sampling=sampling,
                 default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
                 priority=self.priority or 0,
                 salt=self.cache_salt or "",
+                echo=bool(self.echo),
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -70,10 +70,17 @@ async def _pump(
         queue.put_nowait(None)
 
 
-def choices_of(requests: Sequence[Request]) -> list[list[Choice]]:
-    """The choices of each request, numbered through."""
+def choices_of(requests: Sequence[Request], echoes: Sequence[str | None]) -> list[list[Choice]]:
+    """The choices of each request, numbered through.
+
+    Args:
+        echoes: what the answers to each begin with.
+    """
     numbers = itertools.count()
-    return [[Choice(next(numbers), each) for _ in range(each.sampling.n)] for each in requests]
+    return [
+        [Choice(next(numbers), request, echo=echo) for _ in range(request.sampling.n)]
+        for request, echo in zip(requests, echoes, strict=True)
+    ]
 
 
 def by_choice(choices: Sequence[Choice], event: Answer) -> Iterator[tuple[Choice, ChoiceEvent]]:
@@ -86,6 +93,10 @@ def by_choice(choices: Sequence[Choice], event: Answer) -> Iterator[tuple[Choice
             yield from ((choice, event) for choice in choices)
         case public.Tokens():
             yield choices[event.index], event
+            # The prompt is told once, with the first answer, and is that of all.
+            for choice in choices if event.prompt_logprobs else ():
+                if choice is not choices[event.index]:
+                    yield choice, public.Tokens(prompt_logprobs=event.prompt_logprobs)
         case public.ChoiceFinished():
             choice = choices[event.index]
             choice.finished = public.Finished(
@@ -158,7 +169,7 @@ def _chunk(form: Form, envelope: Envelope, choice: Choice, event: Output) -> Jso
     if isinstance(event, public.Finished):
         choice.finished = event
         return form.closing(envelope, choice)
-    if not (event.text or event.logprobs or envelope.return_token_ids):
+    if not (event.text or event.logprobs or event.prompt_logprobs or envelope.return_token_ids):
         return None
     return form.chunk(envelope, choice, event)
 

@@ -24,6 +24,8 @@ MAX_BAD_WORD_CHARACTERS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 17
+"""Of all tokens of a prompt together: they travel in one message, which clients limit to 4 MB."""
 MAX_GUIDE_CHARACTERS = 65_536
 MAX_CHOICES = 256
 MAX_CHOICE_CHARACTERS = 256
@@ -60,6 +62,7 @@ class RawSampling:
     bad_words: Sequence[str] = ()
     logprobs: int | None = None
     n: int | None = None
+    prompt_logprobs: int | None = None
     guide: Guide | None = None
 
 
@@ -120,6 +123,7 @@ def parse_sampling(
         bad_words=_bad_words(given.bad_words, spelled("bad_words"), tokenizer),
         logprobs=_logprobs(given.logprobs, spelled("logprobs")),
         n=_between(given.n, 1, 1, MAX_ANSWERS, spelled("n")),
+        prompt_logprobs=_logprobs(given.prompt_logprobs, spelled("prompt_logprobs")),
         guide=given.guide,
     )
 
@@ -129,6 +133,17 @@ def check_vocabulary(token_ids: Sequence[int], name: str, vocab_size: int) -> No
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidArgument(name, f"token id {token_id} is not in 0 to {vocab_size - 1}")
+
+
+def check_prompt_logprobs(sampling: SamplingParams, num_prompt_tokens: int, name: str) -> None:
+    """Raises: InvalidArgument: there would be too many."""
+    if sampling.prompt_logprobs is None:
+        return
+    count = num_prompt_tokens * (1 + sampling.prompt_logprobs)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidArgument(
+            name, f"asks for {count} logprobs of the prompt, {MAX_PROMPT_LOGPROBS} are allowed"
+        )
 
 
 def _check_guide(guide: Guide, ignore_eos: bool, name: str) -> None:

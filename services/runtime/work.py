@@ -8,8 +8,14 @@ The router has validated everything; nothing is checked again here.
 from dataclasses import replace
 from typing import Any
 
-from engine.plan import TokenLogprobs
-from engine.request import BeamSearch, Guide, GuideKind, Request, SamplingParams
+from engine.request import (
+    BeamSearch,
+    Guide,
+    GuideKind,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
 from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
 

@@ -26,6 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 12, "stop": [" the", "."], "bad_words": ["dog", "fox"]},
     "included": {"stop": [" the", "."], "include_stop": True},
     "told": {"temperature": 0.7, "seed": 5, "logprobs": 3},
+    "prompt": {"prompt_logprobs": 2},
     "one": {"max_tokens": 1, "logprobs": 2},
 }
 
@@ -61,11 +62,13 @@ def test_a_handoff_changes_nothing(disaggregated: Cluster, colocated: Cluster, n
     assert "".join(t.text for t in moved) == "".join(t.text for t in stayed)
     assert (end.finish_reason, end.stop_reason) == (expected.finish_reason, expected.stop_reason)
     assert end.usage.output_tokens == expected.usage.output_tokens
-    ours = [record for t in moved for record in t.logprobs]
-    theirs = [record for t in stayed for record in t.logprobs]
+    ours = [record for t in moved for record in (*t.prompt_logprobs, *t.logprobs)]
+    theirs = [record for t in stayed for record in (*t.prompt_logprobs, *t.logprobs)]
     assert len(ours) == len(theirs)
     if "logprobs" in WAYS[name]:
         assert len(ours) == end.usage.output_tokens
+    if "prompt_logprobs" in WAYS[name]:
+        assert len(ours) == end.usage.prompt_tokens
     for mine, other in zip(ours, theirs, strict=True):
         assert [t.token_id for t in mine.top] == [t.token_id for t in other.top]
         assert mine.token.rank == other.token.rank
@@ -117,3 +120,18 @@ def test_openai_logprobs(disaggregated: Cluster) -> None:
     assert all(len(each.top_logprobs) == 3 for each in content.content)
     spelled = b"".join(bytes(each.bytes or []) for each in content.content)
     assert spelled.decode() == chat.choices[0].message.content
+
+
+def test_openai_echo(disaggregated: Cluster) -> None:
+    """As harnesses that score texts ask for it."""
+    client = OpenAI(base_url=f"{disaggregated.url}/v1", api_key="none", max_retries=0)
+    whole = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=2, temperature=0, logprobs=1, echo=True
+    )
+    told = whole.choices[0].logprobs
+    assert whole.choices[0].text.startswith(PROMPT)
+    assert told is not None and told.tokens is not None and told.token_logprobs is not None
+    assert "".join(told.tokens) == whole.choices[0].text
+    assert told.token_logprobs[0] is None
+    # The second "quick brown fox" has been seen before.
+    assert told.token_logprobs[-3] is not None and told.token_logprobs[-3] > -2

@@ -242,6 +242,22 @@ class NativeStep:
         self._struct.first_layer, self._struct.end_layer = first, end
         self._model.run(self._cache, self._struct)
 
+    def logits_of(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Of any rows, once all layers have run: ``[rows, vocab_size]``."""
+        wanted = np.ascontiguousarray(rows, np.int32)
+        logits = np.empty((len(wanted), self._model.config.vocab_size), np.float32)
+        layers = self._model.config.num_layers
+        self._struct.sample_rows, self._struct.logits = wanted.ctypes.data, logits.ctypes.data
+        self._struct.num_samples = len(wanted)
+        try:
+            self.run_layers(layers, layers)
+        finally:
+            sampled = self._keep[1]
+            self._struct.sample_rows = sampled.ctypes.data
+            self._struct.logits = self.logits.ctypes.data
+            self._struct.num_samples = len(sampled)
+        return logits
+
 
 def check_block_size(block_size: int) -> None:
     """Raises: UnsupportedModel: a block is not a whole number of pages."""

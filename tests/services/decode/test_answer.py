@@ -3,7 +3,7 @@
 import pytest
 
 from engine.plan import Sampled
-from engine.request import FinishReason, Request, SamplingParams
+from engine.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from engine.tokenizer import ByteTokenizer
 from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
@@ -157,3 +157,22 @@ def test_an_answer_goes_on_after_any_token(cut: int) -> None:
     ends = [reader.finished for reader in (whole, after)]
     assert ends[0].output_tokens == ends[1].output_tokens
     assert ends[0].stop_reason == ends[1].stop_reason == "abd"
+
+
+@pytest.mark.parametrize("reason", [None, FinishReason.LENGTH, FinishReason.STOP])
+def test_the_prompt_is_told_once_however_the_first_token_ends(reason: FinishReason | None) -> None:
+    reader = Reader(prompt_logprobs=0)
+    record = TokenLogprobs(105, -2.5, 7)
+    token_id = EOS if reason is FinishReason.STOP else 97
+    reader.answer.push(Sampled("r", token_id, reason, prompt_logprobs=(record,)))
+    if reason is None:
+        reader.push(b"b")
+    first, second = [told for tokens in reader.said for told in tokens.prompt_logprobs]
+    assert (first.token.token_id, first.token.rank) == (104, 0)
+    assert (second.token.token_id, second.token.logprob, second.token.rank) == (105, -2.5, 7)
+
+
+def test_a_later_attempt_does_not_tell_the_prompt_again() -> None:
+    reader = Reader(earlier=b"a", prompt_logprobs=0)
+    reader.push(b"b")
+    assert not any(tokens.prompt_logprobs for tokens in reader.said)

@@ -226,7 +226,7 @@ class _Decode(worker_pb2_grpc.DecodeServicer):
                 return
             for choice in range(num_answers):
                 letter = script.answer[(index + choice) % len(script.answer)]
-                say(tokens=public.Tokens(token_ids=[ord(letter)], text=letter, index=choice))
+                say(tokens=_tokens(letter, request, choice, is_first=index == 0))
             await asyncio.sleep(script.step_s)
         stopped = script.stop_at is not None and script.stop_at <= wanted
         reason = public.FINISH_REASON_STOP if stopped else public.FINISH_REASON_LENGTH
@@ -243,3 +243,24 @@ class _Decode(worker_pb2_grpc.DecodeServicer):
                 first_decode_s=0.01,
             )
         )
+
+
+def _tokens(letter: str, request: wire.WorkRequest, choice: int, is_first: bool) -> public.Tokens:
+    """One token of an answer; the prompt's logprobs come with the first of the first."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    tokens = public.Tokens(token_ids=[ord(letter)], text=letter, index=choice)
+    if sampling.HasField("logprobs"):
+        tokens.logprobs.append(_record(ord(letter), sampling.logprobs))
+    if sampling.HasField("prompt_logprobs") and is_first and choice == 0:
+        tokens.prompt_logprobs.add().token.token_id = prompt[0]
+        tokens.prompt_logprobs.extend(_record(i, sampling.prompt_logprobs) for i in prompt[1:])
+    return tokens
+
+
+def _record(token_id: int, num_top: int) -> public.TokenLogprobs:
+    """The token is second to "0", before "1", "2" and so on."""
+    token = public.TokenLogprob(token_id=token_id, logprob=-1.5, rank=2)
+    others = [public.TokenLogprob(token_id=48 + i, logprob=-1.0 - i) for i in range(num_top)]
+    for rank, each in enumerate(others, 1):
+        each.rank = rank
+    return public.TokenLogprobs(token=token, top=others)
