@@ -70,6 +70,10 @@ class MockKvCache:
         words[0, offset] = (checksum, content)
         words[1, offset] = (checksum ^ _VALUE_TAG, content)
 
+    def rows(self, layer: int, block_id: int) -> Words:
+        """The checksums of a block's rows: ``[block_size]``."""
+        return self._words[layer][block_id, 0, :, 0, 0]
+
     def read(self, layer: int, slots: npt.NDArray[np.int64]) -> Words:
         """``[2, slots, copies in a row, 2]``."""
         blocks, offsets = np.divmod(slots, self.layout.block_size)
@@ -205,11 +209,18 @@ class MockRunner:
         return None
 
 
+def row_checksums(layer: int, token_ids: Sequence[int]) -> list[int]:
+    """What the cache holds for these tokens in one layer, a row each."""
+    checksums, before = [], _CHAIN_START
+    for position, token_id in enumerate(token_ids):
+        before = _checksum(layer, token_id | position << 32, before)
+        checksums.append(before)
+    return checksums
+
+
 def next_token(token_ids: Sequence[int], sampling: SamplingParams | None = None) -> int:
     """What ``MockRunner`` answers to this prompt + output, if no KV went astray."""
-    checksum = _CHAIN_START
-    for position, token_id in enumerate(token_ids):
-        checksum = _checksum(0, token_id | position << 32, checksum)
+    checksum = row_checksums(0, token_ids)[-1]
     return _token(checksum, len(token_ids), sampling or SamplingParams(temperature=0.0))
 
 
@@ -217,10 +228,13 @@ def answer(
     prompt_token_ids: Sequence[int], num_tokens: int, sampling: SamplingParams | None = None
 ) -> list[int]:
     """The first ``num_tokens`` output tokens of an undisturbed run."""
-    token_ids = list(prompt_token_ids)
-    for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids, sampling))
-    return token_ids[len(prompt_token_ids) :]
+    sampling = sampling or SamplingParams(temperature=0.0)
+    before = row_checksums(0, prompt_token_ids)[-1]
+    token_ids: list[int] = []
+    for position in range(len(prompt_token_ids), len(prompt_token_ids) + num_tokens):
+        token_ids.append(_token(before, position, sampling))
+        before = _checksum(0, token_ids[-1] | position << 32, before)
+    return token_ids
 
 
 def _token(checksum: int, position: int, sampling: SamplingParams) -> int:

@@ -257,6 +257,10 @@ class KvManager:
         num_slots = self.stats().held * self.block_size
         return sum(unused.values()) / num_slots if num_slots else 0.0
 
+    def published(self) -> dict[bytes, int]:
+        """The block of every hash in the prefix index."""
+        return self._index.blocks()
+
     def check_integrity(self) -> None:
         """Pool, index and block tables agree.
 

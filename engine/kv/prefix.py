@@ -70,6 +70,10 @@ class PrefixIndex:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._hashes
 
+    def blocks(self) -> dict[bytes, int]:
+        """Block hash -> block id."""
+        return dict(self._blocks)
+
     def longest_prefix(self, hashes: Iterable[bytes]) -> list[int]:
         """Blocks of the longest beginning of ``hashes`` that is indexed without a gap."""
         found = []

@@ -44,6 +44,10 @@ class EnginePort:
         self._layer_handlers.pop(request_id, None)
         self.notify_moved()
 
+    @property
+    def num_subscribers(self) -> int:
+        return len(self._handlers)
+
     def notify_moved(self) -> None:
         """Blocks may have become free: whoever waits for some should try again."""
         self._moved.set()
