@@ -8,6 +8,7 @@ does not fit, nobody behind it takes blocks before it, so the large ones do not 
 
 from collections import deque
 
+from engine.beams import Beams
 from engine.config import EngineConfig
 from engine.kv.manager import KvManager
 from engine.plan import Picked
@@ -157,7 +158,12 @@ class Admission:
         )
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take its blocks. It keeps its output and its place in line; its KV is recomputed."""
+        """Take its blocks. It keeps its output and its place in line; its KV is recomputed.
+
+        A search loses all its beams but the first, and begins anew.
+        """
+        if (beams := self._roster.beams_of(sequence)) is not None:
+            sequence = self._give_up_beams(beams)
         self._kv.free(sequence.request_id)
         sequence.advance(_E.PREEMPT)
         sequence.num_computed_tokens = sequence.num_cached_tokens = 0
@@ -166,6 +172,23 @@ class Admission:
         sequence.advance(_E.REQUEUE)
         self._roster.requeue(sequence)
         self._block_on(sequence)
+
+    def _give_up_beams(self, beams: Beams) -> Sequence:
+        """The first beam, which has written nothing now; the others are gone."""
+        for request_id in beams.request_ids:
+            beam = self._roster.get(request_id)
+            assert beam is not None
+            if request_id == beams.request.request_id:
+                first = beam
+                continue
+            self._kv.free(request_id)
+            beam.advance(_E.FINISH)
+            self.left(beam)
+            self._roster.forget(beam)
+        first.output_token_ids.clear()
+        first.num_unborn_forks = first.request.sampling.num_candidates - 1
+        beams.restart()
+        return first
 
 
 def _num_tokens_left(sequence: Sequence) -> int:

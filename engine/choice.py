@@ -9,9 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from engine.adjust import History, adjust, asks
+from engine.beams import Candidates, num_candidates
 from engine.guide import Guides
 from engine.logprobs import logprobs_of
 from engine.plan import ScheduledSequence, StepResult
+from engine.request import SamplingParams
 from engine.sampler import sample
 
 NOT_FINITE = "the model's logits are not finite for this sequence"
@@ -37,17 +39,35 @@ def choose_tokens(
     sampling = [row.sampling for row in rows]
     adjusted = _adjusted(logits, rows, eos_token_ids, guides)
     tokens = sample(adjusted, sampling, [row.end for row in rows])
-    told = [r for r, t in enumerate(tokens) if t is not None and sampling[r].logprobs is not None]
+    wanted = [each.num_top_logprobs for each in sampling]
+    told = [r for r, t in enumerate(tokens) if t is not None and wanted[r] is not None]
     records = logprobs_of(
         logits[told] if told else logits[:0],
         [token for r in told if (token := tokens[r]) is not None],
-        [count for r in told if (count := sampling[r].logprobs) is not None],
+        [count for r in told if (count := wanted[r]) is not None],
     )
     return StepResult(
         {row.request_id: t for row, t in zip(rows, tokens, strict=True) if t is not None},
         {row.request_id: NOT_FINITE for row, t in zip(rows, tokens, strict=True) if t is None},
         {rows[r].request_id: record for r, record in zip(told, records, strict=True)},
+        {
+            row.request_id: _candidates(logits[r], adjusted[r], row.sampling, eos_token_ids)
+            for r, row in enumerate(rows)
+            if row.sampling.beam_search is not None and tokens[r] is not None
+        },
     )
+
+
+def _candidates(
+    logits: Tensor, adjusted: Tensor, sampling: SamplingParams, eos_token_ids: Collection[int]
+) -> Candidates:
+    """What a beam may go on with. Adjustments count on top of the model's own logprobs."""
+    assert sampling.beam_search is not None
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    count = min(num_candidates(sampling.beam_search, len(ends)), len(adjusted))
+    values, ids = adjusted.double().topk(count)
+    logprobs = values - logits.double().logsumexp(-1)
+    return tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))
 
 
 def _adjusted(

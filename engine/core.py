@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.beams import Candidates
 from engine.kv.pool import BlockStats
 from engine.pace import Pace
 from engine.plan import EngineEvent, StepPlan, StepResult
@@ -135,6 +136,14 @@ class EngineCore:
         with self._lock:
             self._scheduler.join(request_id, *first_token_ids)
             self.work_came()
+
+    def join_beams(self, request_id: str, candidates: Candidates) -> None:
+        """As ``join``, for a beam search: its prompt's most probable first tokens."""
+        with self._lock:
+            events = self._scheduler.join_beams(request_id, candidates)
+            self.work_came()
+        if events:
+            self._listener.stepped(events, None)
 
     def finish(self, request_id: str) -> None:
         """This engine is done with a sequence; its blocks are freed. Unknown ids are ignored."""

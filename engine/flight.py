@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Tokens
 
 from engine.admission import Admission
+from engine.beam_steps import BeamSteps
+from engine.beams import Beams, Candidates
 from engine.errors import IllegalTransition
 from engine.kv.manager import KvManager
 from engine.plan import (
@@ -51,7 +53,9 @@ class Flight:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_sequence_tokens = max_sequence_tokens
         self._sequences: dict[str, Sequence] = {}
+        self._searches: dict[Sequence, Beams] = {}
         self._step = 0
+        self._beam_steps = BeamSteps(roster, kv, self.finish_reason, self._end_one)
 
     @property
     def is_on(self) -> bool:
@@ -65,6 +69,9 @@ class Flight:
     def begin(self, step: int, sequences: Iterable[Sequence]) -> None:
         self._step = step
         self._sequences = {s.request_id: s for s in sequences}
+        self._searches = {
+            s: beams for s in self._sequences.values() if (beams := self._roster.beams_of(s))
+        }
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[EngineEvent]:
         """The step has ended. Tells what it computed and sampled."""
@@ -73,9 +80,12 @@ class Flight:
         in_flight, self._sequences = self._sequences, {}
         self._kv.copied()
         events: list[EngineEvent] = []
+        searches: dict[Beams, list[ScheduledSequence]] = {}
         for row in plan.sequences:
             sequence = in_flight[row.request_id]
-            if sequence.state is _S.FINISHED:
+            if row.samples and (beams := self._searches.get(sequence)):
+                searches.setdefault(beams, []).append(row)
+            elif sequence.state is _S.FINISHED:
                 self._kv.free(row.request_id)
             elif reason := result.failures.get(row.request_id):
                 events += self._failed(sequence, reason)
@@ -84,6 +94,8 @@ class Flight:
             elif row.request_id in result.token_ids:
                 events += self._computed(sequence, row, result)
                 events += self._sampled(sequence, result)
+        for beams, rows in searches.items():
+            events += self._searched(beams, rows, in_flight, result)
         return events
 
     def fail(self, request_ids: Iterable[str], reason: str) -> list[EngineEvent]:
@@ -93,7 +105,12 @@ class Flight:
             if sequence.state is _S.FINISHED:
                 self._kv.free(sequence.request_id)
         alive = [s for request_id in request_ids if (s := self._roster.get(request_id))]
-        return [event for sequence in alive for event in self._failed(sequence, reason)]
+        return [
+            event
+            for sequence in alive
+            if sequence.state is not _S.FINISHED  # as a beam of one that has just failed
+            for event in self._failed(sequence, reason)
+        ]
 
     def join(self, sequence: Sequence, first_token_ids: Tokens[int]) -> None:
         """A TARGET's prompt has landed: publish it, fork it, decode on from the first tokens.
@@ -114,6 +131,15 @@ class Flight:
             else:
                 self.end(each)
 
+    def join_beams(self, sequence: Sequence, candidates: Candidates) -> list[EngineEvent]:
+        """A TARGET's prompt has landed: publish it, search on from its most probable tokens."""
+        beams = self._roster.beams_of(sequence)
+        if beams is None:
+            raise IllegalTransition(f"sequence {sequence.request_id}: joins a search, but has none")
+        self._set_computed(sequence, sequence.num_tokens)
+        sequence.advance(_E.JOIN)
+        return self._beam_steps.advance(beams, {sequence.request_id: candidates})
+
     def finish_reason(
         self, request: Request, token_id: int, num_output_tokens: int
     ) -> FinishReason | None:
@@ -128,7 +154,15 @@ class Flight:
         return None
 
     def end(self, sequence: Sequence) -> None:
-        """Out of every list; its blocks are free, or will be once the running forward is over."""
+        """Out of every list; its blocks are free, or will be once the running forward is over.
+
+        A search ends as a whole.
+        """
+        beams = self._roster.beams_of(sequence)
+        for each in self._beam_steps.members(beams) if beams is not None else (sequence,):
+            self._end_one(each)
+
+    def _end_one(self, sequence: Sequence) -> None:
         had_blocks = self.leave(sequence)
         if had_blocks and self._sequences.get(sequence.request_id) is not sequence:
             self._kv.free(sequence.request_id)
@@ -140,9 +174,34 @@ class Flight:
         return self._roster.forget(sequence)
 
     def _failed(self, sequence: Sequence, reason: str) -> list[EngineEvent]:
-        ids = [sequence.request_id, *(fork.request_id for fork in self._unborn(sequence))]
+        beams = self._roster.beams_of(sequence)
+        first_id = beams.request.request_id if beams is not None else sequence.request_id
+        ids = [first_id, *(fork.request_id for fork in self._unborn(sequence))]
         self.end(sequence)
         return [Failed(request_id, reason) for request_id in ids]
+
+    def _searched(
+        self,
+        beams: Beams,
+        rows: Tokens[ScheduledSequence],
+        in_flight: dict[str, Sequence],
+        result: StepResult,
+    ) -> list[EngineEvent]:
+        """All running beams of a search were in the step."""
+        sequences = [in_flight[row.request_id] for row in rows]
+        if sequences[0].state is _S.FINISHED:
+            for row in rows:
+                self._kv.free(row.request_id)
+            return []
+        if reason := next(filter(None, (result.failures.get(r.request_id) for r in rows)), None):
+            return self._failed(sequences[0], reason)
+        if any(row.request_id not in result.candidates for row in rows):
+            return []  # thrown away: all are planned again
+        for row, sequence in zip(rows, sequences, strict=True):
+            self._set_computed(sequence, row.end)
+            if sequence.state is _S.PREFILLING:
+                sequence.advance(_E.JOIN)
+        return self._beam_steps.advance(beams, result.candidates)
 
     def _computed(
         self, sequence: Sequence, row: ScheduledSequence, result: StepResult
@@ -162,7 +221,14 @@ class Flight:
             told, sequence.prompt_logprobs = sequence.prompt_logprobs, ()
             prompts = {sequence.request_id: told}
             return [
-                Sampled(i, result.token_ids[i], None, result.logprobs.get(i), prompts.get(i, ()))
+                Sampled(
+                    i,
+                    result.token_ids[i],
+                    None,
+                    result.logprobs.get(i),
+                    prompts.get(i, ()),
+                    result.candidates.get(i, ()),
+                )
                 for i in ids
             ]
         return [self._append(each, result) for each in (sequence, *self._fork(sequence))]
@@ -190,6 +256,7 @@ class Flight:
         for request in self._unborn(sequence):
             self._kv.fork(sequence.request_id, request.request_id)
             born.append(self._roster.fork(sequence, request))
+        sequence.num_unborn_forks = 0
         return born
 
     def _set_computed(self, sequence: Sequence, num_tokens: int) -> None:

@@ -6,6 +6,7 @@ Knows nothing of tensors. Made by ``scheduler``, read by ``runner``.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from engine.beams import Candidates, Hypothesis
 from engine.kv.manager import BlockCopy
 from engine.request import FinishReason, SamplingParams, TokenLogprobs
 
@@ -94,6 +95,8 @@ class StepResult:
     """request_id -> one line of reason."""
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     """request_id -> of its token, where they were asked for."""
+    candidates: dict[str, Candidates] = field(default_factory=dict)
+    """request_id -> of a beam: its most probable next tokens, of which its token is the first."""
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """request_id -> of the prompt tokens after its rows, where they were asked for."""
 
@@ -129,6 +132,17 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """With the first output token, where asked for: of every prompt token but the first."""
+    candidates: Candidates = ()
+    """Of a SOURCE whose target will search: what its first beam may go on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamsEnded:
+    """A search is over; its blocks are free."""
+
+    request_id: str
+    hypotheses: tuple[Hypothesis, ...]
+    """The best answers, the best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,4 +153,4 @@ class Failed:
     reason: str
 
 
-EngineEvent = Picked | Computed | Sampled | Failed
+EngineEvent = Picked | Computed | Sampled | BeamsEnded | Failed

@@ -96,7 +96,19 @@ class SamplingParams:
     @property
     def num_candidates(self) -> int:
         """Answers that are written, of which the ``n`` best are told."""
-        return max(1, self.n, self.best_of)
+        width = self.beam_search.width if self.beam_search is not None else 1
+        return max(1, self.n, self.best_of, width)
+
+    @property
+    def is_ranked(self) -> bool:
+        """More answers are written than told: nothing can be told before all have ended."""
+        return self.beam_search is not None or self.num_candidates > self.n
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """As ``logprobs``, but to be ranked an answer needs those of its own tokens at least."""
+        wanted = self.is_ranked and self.beam_search is None
+        return 0 if self.logprobs is None and wanted else self.logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +152,18 @@ def fork_seed(seed: int, index: int) -> int:
 def forks_of(request: Request) -> tuple[Request, ...]:
     """The requests that answer ``request``: itself, and one for every other candidate.
 
-    The others' ids end in ``/1``, ``/2`` and so on.
+    The others' ids end in ``/1``, ``/2`` and so on. Beams are none: no client hears of one before
+    the search ends.
     """
-    sampling = replace(request.sampling, n=1, best_of=1, prompt_logprobs=None)
+    sampling = replace(
+        request.sampling,
+        n=1,
+        best_of=1,
+        logprobs=request.sampling.num_top_logprobs,
+        prompt_logprobs=None,
+    )
+    searches = request.sampling.beam_search is not None
+    num_forks = 0 if searches else request.sampling.num_candidates - 1
     return (
         request,
         *(
@@ -151,7 +172,7 @@ def forks_of(request: Request) -> tuple[Request, ...]:
                 request_id=f"{request.request_id}/{index}",
                 sampling=replace(sampling, seed=fork_seed(sampling.seed, index)),
             )
-            for index in range(1, request.sampling.num_candidates)
+            for index in range(1, num_forks + 1)
         ),
     )
 
@@ -237,7 +258,7 @@ class Sequence:
     """Of those, how many came from the prefix cache when it was picked or reserved."""
     num_preemptions: int = 0
     num_unborn_forks: int = 0
-    """Sequences that will begin where this one's prompt ends."""
+    """Sequences that will begin where this one's prompt ends; beams that do not run now."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt tokens after those computed, until the first output token takes them along."""
 

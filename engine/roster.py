@@ -5,6 +5,7 @@ Keeps lists; decides nothing and knows nothing of blocks or steps. Owned by ``sc
 
 from bisect import insort
 
+from engine.beams import Beams
 from engine.errors import IntegrityError, InvalidRequest
 from engine.order import Rank, rank
 from engine.request import Purpose, Request, Sequence, SequenceState
@@ -21,6 +22,7 @@ class Roster:
     def __init__(self) -> None:
         self._by_id: dict[str, Sequence] = {}
         self._ranks: dict[Sequence, Rank] = {}
+        self._beams: dict[Sequence, Beams] = {}
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._num_arrivals = 0
@@ -45,6 +47,10 @@ class Roster:
 
     def get(self, request_id: str) -> Sequence | None:
         return self._by_id.get(request_id)
+
+    def beams_of(self, sequence: Sequence) -> Beams | None:
+        """The search that it is a beam of."""
+        return self._beams.get(sequence)
 
     def goes_before(self, sequence: Sequence, other: Sequence) -> bool:
         return self._ranks[sequence] < self._ranks[other]
@@ -80,6 +86,8 @@ class Roster:
             output_token_ids=list(request.output_token_ids),
             num_unborn_forks=request.sampling.num_candidates - 1,
         )
+        if request.sampling.beam_search is not None and purpose is not Purpose.SOURCE:
+            self._beams[sequence] = Beams(request)
         self._register(sequence)
         self._insert(self._waiting, sequence)
         return sequence
@@ -95,7 +103,8 @@ class Roster:
             num_computed_tokens=sequence.num_computed_tokens,
             num_cached_tokens=sequence.num_cached_tokens,
         )
-        sequence.num_unborn_forks -= 1
+        if (beams := self._beams.get(sequence)) is not None:
+            self._beams[fork] = beams
         self._register(fork)
         self._insert(self._running, fork)
         return fork
@@ -122,6 +131,7 @@ class Roster:
         (self._running if had_blocks else self._waiting).remove(sequence)
         del self._by_id[sequence.request_id]
         del self._ranks[sequence]
+        self._beams.pop(sequence, None)
         return had_blocks
 
     def check_integrity(self) -> None:
@@ -140,7 +150,7 @@ class Roster:
         everyone = {s.request_id: s for s in (*self._waiting, *self._running)}
         if everyone != self._by_id or len(everyone) != self.num_waiting + self.num_running:
             raise IntegrityError("a sequence is lost, or listed twice")
-        if self._ranks.keys() != set(everyone.values()):
+        if not self._beams.keys() <= self._ranks.keys() == set(everyone.values()):
             raise IntegrityError("ranks and sequences disagree")
 
     def _insert(self, members: list[Sequence], sequence: Sequence) -> None:

@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from engine.admission import Admission, awaits_reservation
+from engine.beams import Candidates
 from engine.composer import Composer
 from engine.config import EngineConfig
 from engine.errors import (
@@ -144,6 +145,18 @@ class Scheduler:
             if sequence.purpose is not Purpose.TARGET or sequence.state is not _S.PENDING_DECODE:
                 raise IllegalTransition(f"sequence {request_id}: joins, but has no reservation")
             self._flight.join(sequence, first_token_ids)
+
+    def join_beams(self, request_id: str, candidates: Candidates) -> list[EngineEvent]:
+        """As ``join``, for a beam search: on from the most probable first tokens.
+
+        Tells of the end of a search that they end. Ended sequences are ignored.
+        """
+        sequence = self._roster.get(request_id)
+        if sequence is None:
+            return []
+        if sequence.purpose is not Purpose.TARGET or sequence.state is not _S.PENDING_DECODE:
+            raise IllegalTransition(f"sequence {request_id}: searches, but has no reservation")
+        return self._flight.join_beams(sequence, candidates)
 
     def finish(self, request_id: str) -> None:
         """The service is done with a sequence, whatever its state. Ended ones are ignored."""
@@ -265,8 +278,14 @@ class Scheduler:
                 f"{self._max_decode_sequences}: ask for fewer"
             )
         num_blocks = -(-num_tokens // self.kv.block_size) + num_candidates - 1
+        if request.sampling.beam_search is not None:
+            # Nothing of a search can be told before its end, so it must be able to reach it.
+            most = min(num_tokens + request.sampling.max_tokens, self.max_sequence_tokens)
+            num_shared = num_tokens // self.kv.block_size
+            num_own = -(-most // self.kv.block_size) - num_shared
+            num_blocks = num_shared + num_candidates * num_own
         if num_blocks * self.kv.block_size > self.kv.capacity_tokens:
             raise CapacityError(
                 f"{num_candidates} answers to a prompt of {num_tokens} tokens do not fit the KV "
-                "cache: ask for fewer"
+                "cache: ask for fewer or, in a beam search, shorter ones"
             )

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import inference_pb2 as protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\nkvrelay.v1\x1a\x16protos/inference.proto\"\xa9\x01\n\x0bWorkRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x18\n\x10output_token_ids\x18\x05 \x03(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\t\"\x1e\n\x08StopWork\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"m\n\x0ePrefillCommand\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.StartPrefillH\x00\x12%\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.StopWorkH\x00\x42\t\n\x07\x63ommand\"\x80\x01\n\x0cStartPrefill\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.WorkRequest\x12\x12\n\nhandoff_id\x18\x02 \x01(\x0c\x12\x16\n\x0etarget_address\x18\x03 \x01(\t\x12\x1a\n\x12target_instance_id\x18\x04 \x01(\t\"k\n\rDecodeCommand\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.StartDecodeH\x00\x12%\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.StopWorkH\x00\x42\t\n\x07\x63ommand\"g\n\x0bStartDecode\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.WorkRequest\x12\x12\n\nhandoff_id\x18\x02 \x01(\x0c\x12\x1a\n\x12source_instance_id\x18\x03 \x01(\t\"\x97\x01\n\x0c\x46irstDetails\x12+\n\x08logprobs\x18\x01 \x01(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12&\n\x06others\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.FirstToken\x12\x32\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\"K\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\"9\n\rPrefillEvents\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.PrefillEvent\"\xad\x01\n\x0cPrefillEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x07started\x18\x02 \x01(\x0b\x32\x1a.kvrelay.v1.PrefillStartedH\x00\x12\'\n\x04\x64one\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.PrefillDoneH\x00\x12(\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.WorkFailedH\x00\x42\x07\n\x05\x65vent\"2\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0f\n\x07grant_s\x18\x02 \x01(\x01\"\xb0\x01\n\x0bPrefillDone\x12\x11\n\tprefill_s\x18\x01 \x01(\x01\x12\x11\n\thandoff_s\x18\x02 \x01(\x01\x12\x1c\n\x14handoff_hidden_ratio\x18\x03 \x01(\x01\x12\x15\n\rhandoff_bytes\x18\x04 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x16\n\x0eskipped_tokens\x18\x07 \x01(\r\"7\n\x0c\x44\x65\x63odeEvents\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.DecodeEvent\"\xe1\x01\n\x0b\x44\x65\x63odeEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.kvrelay.v1.TokensH\x00\x12.\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.DecodeFinishedH\x00\x12(\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.WorkFailedH\x00\x12\x35\n\x0f\x63hoice_finished\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.ChoiceFinishedH\x00\x42\x07\n\x05\x65vent\"\xe2\x01\n\x0e\x44\x65\x63odeFinished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x07 \x01(\x01\x12 \n\x04last\x18\x08 \x01(\x0b\x32\x12.kvrelay.v1.Tokens\"+\n\nWorkFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t2K\n\x07Prefill\x12@\n\x03Run\x12\x1a.kvrelay.v1.PrefillCommand\x1a\x19.kvrelay.v1.PrefillEvents(\x01\x30\x01\x32H\n\x06\x44\x65\x63ode\x12>\n\x03Run\x12\x19.kvrelay.v1.DecodeCommand\x1a\x18.kvrelay.v1.DecodeEvents(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\nkvrelay.v1\x1a\x16protos/inference.proto\"\xa9\x01\n\x0bWorkRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x18\n\x10output_token_ids\x18\x05 \x03(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\t\"\x1e\n\x08StopWork\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"m\n\x0ePrefillCommand\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.StartPrefillH\x00\x12%\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.StopWorkH\x00\x42\t\n\x07\x63ommand\"\x80\x01\n\x0cStartPrefill\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.WorkRequest\x12\x12\n\nhandoff_id\x18\x02 \x01(\x0c\x12\x16\n\x0etarget_address\x18\x03 \x01(\t\x12\x1a\n\x12target_instance_id\x18\x04 \x01(\t\"k\n\rDecodeCommand\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.StartDecodeH\x00\x12%\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.StopWorkH\x00\x42\t\n\x07\x63ommand\"g\n\x0bStartDecode\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.WorkRequest\x12\x12\n\nhandoff_id\x18\x02 \x01(\x0c\x12\x1a\n\x12source_instance_id\x18\x03 \x01(\t\"\xc6\x01\n\x0c\x46irstDetails\x12+\n\x08logprobs\x18\x01 \x01(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12&\n\x06others\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.FirstToken\x12\x32\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12-\n\ncandidates\x18\x04 \x03(\x0b\x32\x19.kvrelay.v1.BeamCandidate\"2\n\rBeamCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"K\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\"9\n\rPrefillEvents\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.PrefillEvent\"\xad\x01\n\x0cPrefillEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x07started\x18\x02 \x01(\x0b\x32\x1a.kvrelay.v1.PrefillStartedH\x00\x12\'\n\x04\x64one\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.PrefillDoneH\x00\x12(\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.WorkFailedH\x00\x42\x07\n\x05\x65vent\"2\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0f\n\x07grant_s\x18\x02 \x01(\x01\"\xb0\x01\n\x0bPrefillDone\x12\x11\n\tprefill_s\x18\x01 \x01(\x01\x12\x11\n\thandoff_s\x18\x02 \x01(\x01\x12\x1c\n\x14handoff_hidden_ratio\x18\x03 \x01(\x01\x12\x15\n\rhandoff_bytes\x18\x04 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x16\n\x0eskipped_tokens\x18\x07 \x01(\r\"7\n\x0c\x44\x65\x63odeEvents\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.DecodeEvent\"\xe1\x01\n\x0b\x44\x65\x63odeEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.kvrelay.v1.TokensH\x00\x12.\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1a.kvrelay.v1.DecodeFinishedH\x00\x12(\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.WorkFailedH\x00\x12\x35\n\x0f\x63hoice_finished\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.ChoiceFinishedH\x00\x42\x07\n\x05\x65vent\"\xe2\x01\n\x0e\x44\x65\x63odeFinished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x07 \x01(\x01\x12 \n\x04last\x18\x08 \x01(\x0b\x32\x12.kvrelay.v1.Tokens\"+\n\nWorkFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t2K\n\x07Prefill\x12@\n\x03Run\x12\x1a.kvrelay.v1.PrefillCommand\x1a\x19.kvrelay.v1.PrefillEvents(\x01\x30\x01\x32H\n\x06\x44\x65\x63ode\x12>\n\x03Run\x12\x19.kvrelay.v1.DecodeCommand\x1a\x18.kvrelay.v1.DecodeEvents(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,27 +45,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTDECODE']._serialized_start=614
   _globals['_STARTDECODE']._serialized_end=717
   _globals['_FIRSTDETAILS']._serialized_start=720
-  _globals['_FIRSTDETAILS']._serialized_end=871
-  _globals['_FIRSTTOKEN']._serialized_start=873
-  _globals['_FIRSTTOKEN']._serialized_end=948
-  _globals['_PREFILLEVENTS']._serialized_start=950
-  _globals['_PREFILLEVENTS']._serialized_end=1007
-  _globals['_PREFILLEVENT']._serialized_start=1010
-  _globals['_PREFILLEVENT']._serialized_end=1183
-  _globals['_PREFILLSTARTED']._serialized_start=1185
-  _globals['_PREFILLSTARTED']._serialized_end=1235
-  _globals['_PREFILLDONE']._serialized_start=1238
-  _globals['_PREFILLDONE']._serialized_end=1414
-  _globals['_DECODEEVENTS']._serialized_start=1416
-  _globals['_DECODEEVENTS']._serialized_end=1471
-  _globals['_DECODEEVENT']._serialized_start=1474
-  _globals['_DECODEEVENT']._serialized_end=1699
-  _globals['_DECODEFINISHED']._serialized_start=1702
-  _globals['_DECODEFINISHED']._serialized_end=1928
-  _globals['_WORKFAILED']._serialized_start=1930
-  _globals['_WORKFAILED']._serialized_end=1973
-  _globals['_PREFILL']._serialized_start=1975
-  _globals['_PREFILL']._serialized_end=2050
-  _globals['_DECODE']._serialized_start=2052
-  _globals['_DECODE']._serialized_end=2124
+  _globals['_FIRSTDETAILS']._serialized_end=918
+  _globals['_BEAMCANDIDATE']._serialized_start=920
+  _globals['_BEAMCANDIDATE']._serialized_end=970
+  _globals['_FIRSTTOKEN']._serialized_start=972
+  _globals['_FIRSTTOKEN']._serialized_end=1047
+  _globals['_PREFILLEVENTS']._serialized_start=1049
+  _globals['_PREFILLEVENTS']._serialized_end=1106
+  _globals['_PREFILLEVENT']._serialized_start=1109
+  _globals['_PREFILLEVENT']._serialized_end=1282
+  _globals['_PREFILLSTARTED']._serialized_start=1284
+  _globals['_PREFILLSTARTED']._serialized_end=1334
+  _globals['_PREFILLDONE']._serialized_start=1337
+  _globals['_PREFILLDONE']._serialized_end=1513
+  _globals['_DECODEEVENTS']._serialized_start=1515
+  _globals['_DECODEEVENTS']._serialized_end=1570
+  _globals['_DECODEEVENT']._serialized_start=1573
+  _globals['_DECODEEVENT']._serialized_end=1798
+  _globals['_DECODEFINISHED']._serialized_start=1801
+  _globals['_DECODEFINISHED']._serialized_end=2027
+  _globals['_WORKFAILED']._serialized_start=2029
+  _globals['_WORKFAILED']._serialized_end=2072
+  _globals['_PREFILL']._serialized_start=2074
+  _globals['_PREFILL']._serialized_end=2149
+  _globals['_DECODE']._serialized_start=2151
+  _globals['_DECODE']._serialized_end=2223
 # @@protoc_insertion_point(module_scope)

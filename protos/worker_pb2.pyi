@@ -68,14 +68,24 @@ class StartDecode(_message.Message):
     def __init__(self, request: _Optional[_Union[WorkRequest, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., source_instance_id: _Optional[str] = ...) -> None: ...
 
 class FirstDetails(_message.Message):
-    __slots__ = ("logprobs", "others", "prompt_logprobs")
+    __slots__ = ("logprobs", "others", "prompt_logprobs", "candidates")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     logprobs: _inference_pb2.TokenLogprobs
     others: _containers.RepeatedCompositeFieldContainer[FirstToken]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
-    def __init__(self, logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., others: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    candidates: _containers.RepeatedCompositeFieldContainer[BeamCandidate]
+    def __init__(self, logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., others: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[BeamCandidate, _Mapping]]] = ...) -> None: ...
+
+class BeamCandidate(_message.Message):
+    __slots__ = ("token_id", "logprob")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_id", "logprobs")

@@ -38,6 +38,8 @@ FLOORS = {
     "engine.scheduler": (0, "engine"),
     "engine.admission": (0, "engine"),
     "engine.composer": (0, "engine"),
+    "engine.beam_steps": (0, "engine"),
+    "engine.beams": (0, "engine"),
     "engine.flight": (0, "engine"),
     "engine.roster": (0, "engine"),
     "engine.order": (0, "engine"),

@@ -87,7 +87,7 @@ class Answer:
         tokens = public.Tokens(
             token_ids=[sampled.token_id], text=text, prompt_logprobs=prompt_logprobs
         )
-        if sampled.logprobs is not None:
+        if sampled.logprobs is not None and self._request.sampling.logprobs is not None:
             tokens.logprobs.append(logprobs_message(sampled.logprobs))
         if matched is not None:
             self._end(FinishReason.STOP, matched, tokens)

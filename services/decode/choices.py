@@ -1,21 +1,24 @@
 """All answers to one request: each is written alone, together they end once.
 
-With one answer everything passes through unchanged. With several, tokens carry the answer's
-index, each answer's end is told when it comes, and the request's one terminal event has the
-totals. Knows nothing of KV or of the engine. Made by the decode service for every request.
+One answer passes through unchanged. Several are told as they come, each token with the answer's
+index, each answer's end when it comes. Where more are written than told (``best_of``, beams),
+nothing is told before all have ended: then the best are, whole. The request's one terminal event
+has the totals. Knows nothing of KV or of the engine. Made by the decode service for every request.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from engine.beams import Hypothesis
 from engine.plan import Sampled
 from engine.request import Request
 from engine.tokenizer import Tokenizer
 from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
 from services.decode.answer import Answer
-from services.runtime.errors import ServiceError
+from services.decode.ranking import Kept
+from services.runtime.errors import Internal, ServiceError
 
 
 class Choices:
@@ -30,19 +33,25 @@ class Choices:
     ) -> None:
         self._request = request
         self._emit = emit
-        count = request.sampling.num_candidates
+        sampling = request.sampling
+        self._is_search = sampling.beam_search is not None
+        self._is_ranked = sampling.is_ranked
+        # Of a search as many end as are told.
+        count = sampling.n if self._is_search else sampling.num_candidates
+        is_single = count == 1 and not self._is_ranked
         # The prompt is told once, with the first answer.
-        other = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
+        other = replace(request, sampling=replace(sampling, prompt_logprobs=None))
         self._answers = [
             Answer(
                 other if index else request,
                 tokenizer,
-                self._sink(index) if count > 1 else emit,
+                emit if is_single else self._sink(index),
                 clock,
             )
             for index in range(count)
         ]
-        self._finished: list[wire.DecodeFinished] = []
+        self._kept = [Kept() for _ in self._answers]
+        self._num_ended = 0
         self._has_failed = False
 
     @property
@@ -62,8 +71,21 @@ class Choices:
     def push(self, index: int, sampled: Sampled) -> bool:
         """Take a token of one answer; True when it has ended."""
         answer = self._answers[index]
+        if self._is_ranked and not answer.ended.is_set():
+            self._kept[index].count(sampled)
         answer.push(sampled)
         return answer.ended.is_set()
+
+    def found(self, hypotheses: Sequence[Hypothesis]) -> None:
+        """A search has ended with these, the best first."""
+        request_id = self._request.request_id
+        if len(hypotheses) < len(self._answers):
+            self.fail(Internal(f"a beam search found only {len(hypotheses)} answers"))
+        for answer, kept, each in zip(self._answers, self._kept, hypotheses, strict=False):
+            kept.cumulative_logprob = each.cumulative_logprob
+            for token_id in each.token_ids[:-1]:
+                answer.push(Sampled(request_id, token_id, None))
+            answer.push(Sampled(request_id, each.token_ids[-1], each.finish_reason))
 
     def picked(self, num_cached_tokens: int) -> None:
         """The scheduler gave the prompt, which is prefilled here, its blocks."""
@@ -94,6 +116,9 @@ class Choices:
                 self._emit(event)
 
     def _tell(self, index: int, tokens: public.Tokens) -> None:
+        if self._is_ranked:
+            self._kept[index].take(tokens)
+            return
         tokens.index = index
         self._emit(wire.DecodeEvent(request_id=self._request.request_id, tokens=tokens))
 
@@ -102,22 +127,48 @@ class Choices:
             return
         if finished.last.ByteSize():
             self._tell(index, finished.last)
+        self._kept[index].finished = finished
+        self._num_ended += 1
+        if not self._is_ranked:
+            self._tell_end(index, self._kept[index])
+        if self._num_ended < len(self._answers):
+            return
+        if self._is_ranked:
+            self._tell_best()
+        totals = self._totals(finished)
+        self._emit(wire.DecodeEvent(request_id=self._request.request_id, finished=totals))
+
+    def _tell_best(self) -> None:
+        """Those of a search are in order; of others the most probable are best, token for token."""
+        best = self._kept
+        if not self._is_search:
+            best = sorted(best, key=lambda kept: -kept.mean_logprob)
+        request_id = self._request.request_id
+        prompt = list(self._kept[0].tokens.prompt_logprobs)
+        self._kept[0].tokens.ClearField("prompt_logprobs")
+        best[0].tokens.prompt_logprobs.extend(prompt)
+        for index, kept in enumerate(best[: self._request.sampling.n]):
+            kept.tokens.index = index
+            self._emit(wire.DecodeEvent(request_id=request_id, tokens=kept.tokens))
+            self._tell_end(index, kept)
+
+    def _tell_end(self, index: int, kept: Kept) -> None:
+        finished = kept.finished
+        assert finished is not None
         choice = public.ChoiceFinished(
             index=index,
             finish_reason=finished.finish_reason,
             stop_reason=finished.stop_reason,
             output_tokens=finished.output_tokens,
+            cumulative_logprob=kept.cumulative_logprob,
         )
-        request_id = self._request.request_id
-        self._emit(wire.DecodeEvent(request_id=request_id, choice_finished=choice))
-        self._finished.append(finished)
-        if len(self._finished) == len(self._answers):
-            self._emit(wire.DecodeEvent(request_id=request_id, finished=self._totals()))
+        event = wire.DecodeEvent(request_id=self._request.request_id, choice_finished=choice)
+        self._emit(event)
 
-    def _totals(self) -> wire.DecodeFinished:
+    def _totals(self, last: wire.DecodeFinished) -> wire.DecodeFinished:
         """As the last answer ended; tokens are those of all."""
         totals = wire.DecodeFinished()
-        totals.CopyFrom(self._finished[-1])
+        totals.CopyFrom(last)
         totals.ClearField("last")
-        totals.output_tokens = sum(each.output_tokens for each in self._finished)
+        totals.output_tokens = self.num_output_tokens
         return totals

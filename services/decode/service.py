@@ -7,7 +7,7 @@ The life of a request that was handed off:
     3  grant     the source may compute and send
     4  first     the first token goes to the client while its KV is still in flight
     5  landed    every layer of every block is here: the sequence joins the batch, and with
-                 several answers forks
+                 several answers forks, with beams begins to search
     6  answer    token after token, until the engine or a stop string ends it
 
 Without a handoff the engine prefills the prompt in chunks between its decode steps.
@@ -21,8 +21,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+from engine.beams import Candidates
 from engine.core import EngineCore
-from engine.plan import EngineEvent, Failed, Picked, Sampled
+from engine.plan import BeamsEnded, EngineEvent, Failed, Picked, Sampled
 from engine.request import Purpose, Request, TokenLogprobs, forks_of
 from engine.tokenizer import Tokenizer
 from kvtransfer.handoff.frames import First
@@ -99,6 +100,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
                 case Sampled():
                     if self._push(choices, indexes[event.request_id], event):
                         self._engine.finish(event.request_id)
+                case BeamsEnded():
+                    self._found(choices, event)
                 case Picked():
                     choices.picked(event.num_cached_tokens)
                     self._note_prompt(request, event.num_cached_tokens, "local_compute")
@@ -132,6 +135,12 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         try:
             first = await self._take(handoff, attempt)
             choices.landing(first.num_cached_tokens)
+            if attempt.sampling.beam_search is not None:
+                candidates = _candidates(first)
+                await handoff.landed()
+                self._engine.join_beams(attempt.request_id, candidates)
+                await choices.ended()
+                return
             firsts = _firsts(first, attempt)
             ended = self._push_firsts(choices, attempt, firsts)
             if not choices.has_ended:
@@ -179,6 +188,12 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         self._metrics.output_tokens_total.inc(choices.num_output_tokens - before)
         return has_ended
 
+    def _found(self, choices: Choices, event: BeamsEnded) -> None:
+        """A search has ended: its answers are told."""
+        before = choices.num_output_tokens
+        choices.found(event.hypotheses)
+        self._metrics.output_tokens_total.inc(choices.num_output_tokens - before)
+
     def _finish(self, attempt: Request) -> None:
         """Done with all sequences of an attempt. The first comes first: until it has ended, it
         may still fork."""
@@ -217,6 +232,18 @@ def _firsts(first: First, attempt: Request) -> list[Sampled]:
     ]
     prompt = tuple(parse_logprobs(record) for record in details.prompt_logprobs)
     return [replace(firsts[0], prompt_logprobs=prompt), *firsts[1:]]
+
+
+def _candidates(first: First) -> Candidates:
+    """What a search goes on with.
+
+    Raises:
+        FailedPrecondition: nothing.
+    """
+    details = wire.FirstDetails.FromString(first.details)
+    if not details.candidates:
+        raise FailedPrecondition("the prefill instance sent no candidates for a beam search")
+    return tuple((each.token_id, each.logprob) for each in details.candidates)
 
 
 def _logprobs(message: wire.FirstDetails | wire.FirstToken) -> TokenLogprobs | None:

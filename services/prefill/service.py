@@ -209,7 +209,11 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
 def _details(first: Sampled, others: list[Sampled]) -> bytes:
     """What the decode instance must know of the first tokens, beside the id of the first."""
     details = wire.FirstDetails(
-        prompt_logprobs=[logprobs_message(record) for record in first.prompt_logprobs]
+        prompt_logprobs=[logprobs_message(record) for record in first.prompt_logprobs],
+        candidates=[
+            wire.BeamCandidate(token_id=token_id, logprob=logprob)
+            for token_id, logprob in first.candidates
+        ],
     )
     if first.logprobs is not None:
         details.logprobs.CopyFrom(logprobs_message(first.logprobs))

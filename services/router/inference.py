@@ -31,6 +31,7 @@ from services.router.intake import Prompt, RawRequest, check_client_id
 from services.router.sampling import RawSampling, Spelling
 from services.router.served_model import ServedModel
 from services.router.serving import Answer, Serving
+from services.router.several import RawBeamSearch
 from services.runtime.errors import (
     Aborted,
     InvalidArgument,
@@ -178,6 +179,7 @@ _NUMBERS = (
     "min_tokens",
     "logprobs",
     "n",
+    "best_of",
     "prompt_logprobs",
 )
 """Fields of SamplingParams that know whether they are set."""
@@ -187,14 +189,10 @@ def raw_request(request: public.GenerateRequest) -> RawRequest:
     """A message as the intake takes it.
 
     Raises:
-        InvalidArgument: there is no prompt of any kind, or a field that is not supported.
+        InvalidArgument: there is no prompt of any kind, or a guide of none.
     """
     prompt, name = _prompt(request)
     sampling = request.sampling
-    if sampling.HasField("beam_search"):
-        raise InvalidArgument(SPELLING("beam_search"), "is not supported")
-    if sampling.HasField("best_of") and sampling.best_of != 1:
-        raise InvalidArgument(SPELLING("best_of"), "only 1 is supported")
     numbers: dict[str, Any] = {n: getattr(sampling, n) for n in _NUMBERS if sampling.HasField(n)}
     return RawRequest(
         prompt=prompt,
@@ -211,11 +209,20 @@ def raw_request(request: public.GenerateRequest) -> RawRequest:
             logit_bias=sampling.logit_bias,
             include_stop=sampling.include_stop,
             bad_words=sampling.bad_words,
+            beam_search=_beam_search(sampling),
             guide=_guide(sampling),
         ),
         priority=request.priority,
         salt=request.cache_salt,
     )
+
+
+def _beam_search(sampling: public.SamplingParams) -> RawBeamSearch | None:
+    if not sampling.HasField("beam_search"):
+        return None
+    search = sampling.beam_search
+    penalty = search.length_penalty if search.HasField("length_penalty") else None
+    return RawBeamSearch(search.width, penalty, search.early_stopping)
 
 
 def _guide(sampling: public.SamplingParams) -> Guide | None:

@@ -112,11 +112,14 @@ def usage(choices: Sequence[Choice]) -> Json:
     }
 
 
-def count_prompt(choice: Choice, total: public.Usage) -> None:
-    """Add the prompt's tokens, which several choices share, to one of them."""
-    assert choice.finished is not None
-    choice.finished.usage.prompt_tokens = total.prompt_tokens
-    choice.finished.usage.cached_tokens = total.cached_tokens
+def count_rest(choices: Sequence[Choice], total: public.Usage) -> None:
+    """Add to the first choice what belongs to none alone: the prompt, and answers not told."""
+    told = sum(each.finished.usage.output_tokens for each in choices if each.finished)
+    first = choices[0].finished
+    assert first is not None
+    first.usage.prompt_tokens = total.prompt_tokens
+    first.usage.cached_tokens = total.cached_tokens
+    first.usage.output_tokens += total.output_tokens - told
 
 
 class CompletionForm:

@@ -17,6 +17,7 @@ from services.router.intake import Prompt, RawRequest
 from services.router.openai_guides import guide_of
 from services.router.openai_messages import EXPECTED, ChatFields, Listed
 from services.router.sampling import RawSampling, Spelling
+from services.router.several import RawBeamSearch
 from services.runtime.errors import InvalidArgument
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
@@ -53,8 +54,6 @@ REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "modalities": _text_only,
     "audio": _unset,
     "web_search_options": lambda value: value is None,
-    "length_penalty": _one,
-    "use_beam_search": _unset,
     "truncate_prompt_tokens": lambda value: value is None,
     "chat_template": _unset,
     "documents": _unset,
@@ -82,6 +81,10 @@ class _Body(BaseModel):
     top_k: int | None = None
     seed: int | None = None
     n: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
     stop: str | Listed[str] | None = None
     stop_token_ids: Listed[int] | None = None
     ignore_eos: bool | None = None
@@ -120,6 +123,13 @@ class _Body(BaseModel):
                 raise InvalidArgument(name, "this value is not supported")
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options", "is only allowed when stream is true")
+        if self.use_beam_search and self.stream:
+            raise InvalidArgument("stream", "cannot go with a beam search: it ends all at once")
+        if not self.use_beam_search:
+            asked = (self.beam_width, self.early_stopping, self.length_penalty not in (None, 1))
+            for name, value in zip(_OF_BEAMS, asked, strict=True):
+                if value:
+                    raise InvalidArgument(name, "is only allowed when use_beam_search is true")
 
     def sampling(
         self, max_tokens: int | None, logprobs: int | None, guide: Guide | None
@@ -132,6 +142,7 @@ class _Body(BaseModel):
             top_k=self.top_k,
             seed=self.seed,
             n=self.n,
+            beam_search=self._beam_search(),
             max_tokens=max_tokens,
             stop=stop,
             stop_token_ids=self.stop_token_ids or (),
@@ -151,6 +162,11 @@ class _Body(BaseModel):
             guide=guide,
         )
 
+    def _beam_search(self) -> RawBeamSearch | None:
+        if not self.use_beam_search:
+            return None
+        return RawBeamSearch(self.beam_width, self.length_penalty, bool(self.early_stopping))
+
 
 class CompletionBody(_Body):
     """``POST /v1/completions``."""
@@ -158,6 +174,12 @@ class CompletionBody(_Body):
     prompt: str | Listed[int] | Listed[str] | Listed[Listed[int]]
     logprobs: int | None = None
     echo: bool | None = None
+    best_of: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.stream and (self.best_of or 1) > (self.n or 1):
+            raise InvalidArgument("best_of", "cannot be streamed: the best are known at the end")
 
     def raw_requests(self) -> list[RawRequest]:
         """One request for each prompt.
@@ -168,12 +190,14 @@ class CompletionBody(_Body):
         prompts = _prompts(self.prompt)
         if len(prompts) > MAX_PROMPTS:
             raise InvalidArgument("prompt", f"{len(prompts)} prompts, {MAX_PROMPTS} are allowed")
-        if len(prompts) * (self.n or 1) > MAX_CHOICES:
-            raise InvalidArgument(
-                "n", f"{self.n} answers to {len(prompts)} prompts, {MAX_CHOICES} in all are allowed"
-            )
+        asked = {"n": self.n, "best_of": self.best_of, "beam_width": self.beam_width}
+        for name, count in asked.items():
+            if len(prompts) * (count or 1) > MAX_CHOICES:
+                told = f"{count} answers to {len(prompts)} prompts"
+                raise InvalidArgument(name, f"{told}, {MAX_CHOICES} in all are allowed")
         guide, guide_field = guide_of(self)
         sampling = self.sampling(self.max_tokens, self.logprobs, guide)
+        sampling = replace(sampling, best_of=self.best_of)
         renamed = {**_RENAMED, "guided": guide_field}
         if self.echo and self.logprobs is not None:
             # What is echoed is told like what is written.
@@ -278,7 +302,13 @@ def _goes_deeper(step: str, loc: tuple[int | str, ...]) -> bool:
     return step in ("messages", "tools") and loc[-1] != step
 
 
-_RENAMED = {"include_stop": "include_stop_str_in_output"}
+_RENAMED = {
+    "include_stop": "include_stop_str_in_output",
+    "beam_search": "use_beam_search",
+    "beam_search.width": "beam_width",
+    "beam_search.length_penalty": "length_penalty",
+}
+_OF_BEAMS = ("beam_width", "early_stopping", "length_penalty")
 
 
 def _token_id(key: str) -> int:

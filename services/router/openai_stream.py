@@ -16,7 +16,7 @@ from services.router.openai_answers import (
     Envelope,
     Form,
     Json,
-    count_prompt,
+    count_rest,
     error_object,
 )
 from services.router.serving import Answer
@@ -86,7 +86,7 @@ def choices_of(requests: Sequence[Request], echoes: Sequence[str | None]) -> lis
 def by_choice(choices: Sequence[Choice], event: Answer) -> Iterator[tuple[Choice, ChoiceEvent]]:
     """What an event of one request means to its choices: each has its tokens and its end.
 
-    The prompt is counted once, with the first choice.
+    The prompt, and answers that are not told, are counted once, with the first choice.
     """
     match event:
         case public.Accepted():
@@ -105,7 +105,7 @@ def by_choice(choices: Sequence[Choice], event: Answer) -> Iterator[tuple[Choice
                 usage=public.Usage(output_tokens=event.output_tokens),
             )
             yield choice, choice.finished
-        case public.Finished() if len(choices) == 1:
+        case public.Finished() if len(choices) == 1 and choices[0].finished is None:
             choices[0].finished = event
             yield choices[0], event
         case public.Finished():
@@ -113,7 +113,7 @@ def by_choice(choices: Sequence[Choice], event: Answer) -> Iterator[tuple[Choice
             for choice in [each for each in choices if each.finished is None]:
                 choice.finished = public.Finished(finish_reason=event.finish_reason)
                 yield choice, choice.finished
-            count_prompt(choices[0], event.usage)
+            count_rest(choices, event.usage)
 
 
 async def accepted(

@@ -13,6 +13,7 @@ from typing import TypeVar
 from engine.errors import InvalidRequest
 from engine.request import Guide, GuideKind, SamplingParams
 from engine.tokenizer import Tokenizer, check_text
+from services.router.several import RawBeamSearch, parse_several
 from services.runtime.errors import InvalidArgument
 
 MAX_STOP_STRINGS = 16
@@ -30,8 +31,6 @@ MAX_GUIDE_CHARACTERS = 65_536
 MAX_CHOICES = 256
 MAX_CHOICE_CHARACTERS = 256
 MAX_TEMPERATURE = 2.0
-MAX_ANSWERS = 16
-"""To one prompt."""
 MAX_REPETITION_PENALTY = 10.0
 SEEDS = 2**64
 
@@ -62,6 +61,8 @@ class RawSampling:
     bad_words: Sequence[str] = ()
     logprobs: int | None = None
     n: int | None = None
+    best_of: int | None = None
+    beam_search: RawBeamSearch | None = None
     prompt_logprobs: int | None = None
     guide: Guide | None = None
 
@@ -101,8 +102,12 @@ def parse_sampling(
         spelled("stop_token_ids"),
         vocab_size,
     )
+    several = parse_several(given, spelled)
+    temperature = _between(given.temperature, 1.0, 0, MAX_TEMPERATURE, spelled("temperature"))
+    if several.beam_search is not None:
+        _check_search(given, spelled)
     return SamplingParams(
-        temperature=_between(given.temperature, 1.0, 0, MAX_TEMPERATURE, spelled("temperature")),
+        temperature=0.0 if several.beam_search is not None else temperature,
         top_p=_share(given.top_p, spelled("top_p")),
         top_k=_top_k(given.top_k, spelled("top_k")),
         seed=_seed(given.seed, spelled("seed")),
@@ -122,7 +127,9 @@ def parse_sampling(
         include_stop=given.include_stop,
         bad_words=_bad_words(given.bad_words, spelled("bad_words"), tokenizer),
         logprobs=_logprobs(given.logprobs, spelled("logprobs")),
-        n=_between(given.n, 1, 1, MAX_ANSWERS, spelled("n")),
+        n=several.n,
+        best_of=several.best_of,
+        beam_search=several.beam_search,
         prompt_logprobs=_logprobs(given.prompt_logprobs, spelled("prompt_logprobs")),
         guide=given.guide,
     )
@@ -144,6 +151,20 @@ def check_prompt_logprobs(sampling: SamplingParams, num_prompt_tokens: int, name
         raise InvalidArgument(
             name, f"asks for {count} logprobs of the prompt, {MAX_PROMPT_LOGPROBS} are allowed"
         )
+
+
+def _check_search(given: RawSampling, spelled: Spelling) -> None:
+    """Beams are whole answers, found by their probability alone."""
+    asked: Mapping[str, object] = {
+        "temperature": given.temperature,
+        "stop": given.stop,
+        "logprobs": given.logprobs is not None,
+        "prompt_logprobs": given.prompt_logprobs is not None,
+        "guided": given.guide,
+    }
+    for name, value in asked.items():
+        if value:
+            raise InvalidArgument(spelled(name), "cannot go with a beam search")
 
 
 def _check_guide(guide: Guide, ignore_eos: bool, name: str) -> None:

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.kv.manager import KvManager
 from engine.loaders.open import open_model
 from engine.models.interface import MOST_ROWS
 from engine.plan import Sampled
 from engine.request import Purpose, Request, SamplingParams, TokenLogprobs
 from engine.runner import Runner
-from engine.scheduler import Scheduler
 from tests.engine.models.tiny_llama import SHAPES, oracle_logits, random_llama, write_directory
+from tests.engine.runner_bench import Bench
 
 SHAPE = SHAPES[1]
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=3)
@@ -32,37 +31,6 @@ def runner(request, model, tmp_path_factory: pytest.TempPathFactory) -> Runner:
         dtype="float32", block_size=16, kv_cache_bytes=1 << 20, kernels=request.param
     )
     return Runner(config, files)
-
-
-class Bench:
-    """Scheduler and runner, step by step."""
-
-    def __init__(self, runner: Runner, num_blocks: int = 40) -> None:
-        self.runner = runner
-        config = EngineConfig(block_size=16)
-        self.kv = KvManager(num_blocks, 16, "m")
-        self.scheduler = Scheduler(config, self.kv, [], 250)
-        self.sampled: dict[str, list[Sampled]] = {}
-
-    def add(self, *requests: Request, purpose: Purpose = Purpose.LOCAL) -> None:
-        for arrival_s, request in enumerate(requests):
-            self.scheduler.add(request, purpose, float(arrival_s))
-            self.scheduler.grant(request.request_id)
-
-    def step(self, limit: int = 1000) -> None:
-        plan, _ = self.scheduler.plan(limit)
-        for event in self.scheduler.apply(plan, self.runner.run(plan)):
-            if isinstance(event, Sampled):
-                self.sampled.setdefault(event.request_id, []).append(event)
-                if event.finish_reason is not None:
-                    self.scheduler.finish(event.request_id)
-
-    def run(self, *requests: Request, limit: int = 1000) -> dict[str, list[Sampled]]:
-        self.add(*requests)
-        while self.scheduler.has_work():
-            self.step(limit)
-        self.scheduler.check_integrity()
-        return self.sampled
 
 
 def told(sampled: list[Sampled]) -> tuple[TokenLogprobs, ...]:

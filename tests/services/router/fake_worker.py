@@ -217,6 +217,9 @@ class _Decode(worker_pb2_grpc.DecodeServicer):
 
         await asyncio.sleep(script.first_s)
         wanted, num_answers = request.sampling.max_tokens, max(1, request.sampling.n)
+        is_ranked = request.sampling.best_of > num_answers or request.sampling.HasField(
+            "beam_search"
+        )
         count = min(wanted, script.stop_at) if script.stop_at is not None else wanted
         for index in range(len(request.output_token_ids), count):
             if index == script.stall_after:
@@ -230,13 +233,13 @@ class _Decode(worker_pb2_grpc.DecodeServicer):
             await asyncio.sleep(script.step_s)
         stopped = script.stop_at is not None and script.stop_at <= wanted
         reason = public.FINISH_REASON_STOP if stopped else public.FINISH_REASON_LENGTH
-        for choice in range(num_answers if num_answers > 1 else 0):
+        for choice in range(num_answers if num_answers > 1 or is_ranked else 0):
             ended = public.ChoiceFinished(index=choice, finish_reason=reason, output_tokens=count)
             say(choice_finished=ended)
         say(
             finished=wire.DecodeFinished(
                 finish_reason=reason,
-                output_tokens=count * num_answers,
+                output_tokens=count * max(num_answers, request.sampling.best_of),
                 cached_tokens=3,
                 queue_s=0.25 if local else 0.0,
                 prefill_s=0.5 if local else 0.0,
