@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.beams import Candidates
+from engine.kv.journal import CacheNews
 from engine.kv.pool import BlockStats
 from engine.pace import Pace
 from engine.plan import EngineEvent, StepPlan, StepResult
@@ -159,6 +160,11 @@ class EngineCore:
     def block_hashes(self, request: Request) -> tuple[bytes, ...]:
         """Hashes of the full blocks of what is known: equal on every instance of a cluster."""
         return tuple(self._scheduler.kv.hashes(request.known_token_ids, request.salt))
+
+    def cache_news(self, sequence: int) -> CacheNews:
+        """What entered and left the prefix cache from ``sequence`` on; 0: all that is in it."""
+        with self._lock:
+            return self._scheduler.kv.news(sequence)
 
     def load(self) -> EngineLoad:
         with self._lock:

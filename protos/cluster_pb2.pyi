@@ -20,7 +20,7 @@ ROLE_DECODE: Role
 ROLE_COLOCATED: Role
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("instance_id", "role", "address", "metrics_address", "model", "model_digest", "kv_layout", "max_context", "max_sequence_tokens", "load")
+    __slots__ = ("instance_id", "role", "address", "metrics_address", "model", "model_digest", "kv_layout", "max_context", "max_sequence_tokens", "load", "max_gap_s")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class RegisterRequest(_message.Message):
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    MAX_GAP_S_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     role: Role
     address: str
@@ -41,7 +42,8 @@ class RegisterRequest(_message.Message):
     max_context: int
     max_sequence_tokens: int
     load: InstanceLoad
-    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_layout: _Optional[_Union[_kv_transfer_pb2.KvLayout, _Mapping]] = ..., max_context: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., load: _Optional[_Union[InstanceLoad, _Mapping]] = ...) -> None: ...
+    max_gap_s: float
+    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., kv_layout: _Optional[_Union[_kv_transfer_pb2.KvLayout, _Mapping]] = ..., max_context: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., load: _Optional[_Union[InstanceLoad, _Mapping]] = ..., max_gap_s: _Optional[float] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("heartbeat_interval_s",)
@@ -72,18 +74,34 @@ class InstanceLoad(_message.Message):
     def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., handoffs_active: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("instance_id", "load")
+    __slots__ = ("instance_id", "load", "cache_news")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    CACHE_NEWS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     load: InstanceLoad
-    def __init__(self, instance_id: _Optional[str] = ..., load: _Optional[_Union[InstanceLoad, _Mapping]] = ...) -> None: ...
+    cache_news: CacheNews
+    def __init__(self, instance_id: _Optional[str] = ..., load: _Optional[_Union[InstanceLoad, _Mapping]] = ..., cache_news: _Optional[_Union[CacheNews, _Mapping]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("known",)
+    __slots__ = ("known", "cache_sequence")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     known: bool
-    def __init__(self, known: _Optional[bool] = ...) -> None: ...
+    cache_sequence: int
+    def __init__(self, known: _Optional[bool] = ..., cache_sequence: _Optional[int] = ...) -> None: ...
+
+class CacheNews(_message.Message):
+    __slots__ = ("next_sequence", "is_whole", "stored", "removed")
+    NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    IS_WHOLE_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    next_sequence: int
+    is_whole: bool
+    stored: bytes
+    removed: bytes
+    def __init__(self, next_sequence: _Optional[int] = ..., is_whole: _Optional[bool] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class DeregisterRequest(_message.Message):
     __slots__ = ("instance_id",)

@@ -45,6 +45,7 @@ FLOORS = {
     "engine.order": (0, "engine"),
     "engine.pace": (0, "engine"),
     "engine.recipe": (0, "engine"),
+    "engine.kv.journal": (0, "engine"),
     "engine.kv.pool": (0, "engine"),
     "engine.kv.prefix": (0, "engine"),
     "engine.kv.manager": (0, "engine"),

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.errors import IllegalTransition, IntegrityError, InvalidConfig
+from engine.kv.journal import CacheNews
 from engine.kv.pool import BlockPool, BlockStats
 from engine.kv.prefix import PrefixIndex, block_hashes, check_block_size, root_hash
 
@@ -260,6 +261,10 @@ class KvManager:
     def published(self) -> dict[bytes, int]:
         """The block of every hash in the prefix index."""
         return self._index.blocks()
+
+    def news(self, sequence: int) -> CacheNews:
+        """What entered and left the prefix index from ``sequence`` on; see ``CacheJournal``."""
+        return self._index.journal.since(sequence)
 
     def check_integrity(self) -> None:
         """Pool, index and block tables agree.

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
 from engine.errors import IntegrityError, InvalidConfig
+from engine.kv.journal import CacheJournal
 
 RUN_TOKENS = 16
 _TAG = b"kvrelay.block.v1"
@@ -63,6 +64,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
+        self.journal = CacheJournal(lambda: self._blocks)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -90,6 +92,7 @@ class PrefixIndex:
             return False
         self._blocks[block_hash] = block_id
         self._hashes[block_id] = block_hash
+        self.journal.stored(block_hash)
         return True
 
     def forget(self, block_id: int) -> None:
@@ -97,6 +100,7 @@ class PrefixIndex:
         block_hash = self._hashes.pop(block_id, None)
         if block_hash is not None:
             del self._blocks[block_hash]
+            self.journal.removed(block_hash)
 
     def check_integrity(self) -> None:
         """

@@ -60,6 +60,9 @@ def serve(
     ),
     disaggregate_from: options.DisaggregateFrom = ROUTER.disaggregate_from,
     placement: options.Placement = ROUTER.placement,
+    ttft_slo_s: options.TtftSlo = ROUTER.ttft_slo_s,
+    tpot_slo_s: options.TpotSlo = ROUTER.tpot_slo_s,
+    max_wait_s: options.MaxWait = ROUTER.max_wait_s,
     host: options.Host = ROUTER.host,
     grpc_port: options.GrpcPort = ROUTER.grpc_port,
     http_port: options.HttpPort = ROUTER.http_port,
@@ -101,6 +104,9 @@ def serve(
         http_port=http_port,
         disaggregate_from=disaggregate_from,
         placement=placement,
+        ttft_slo_s=ttft_slo_s,
+        tpot_slo_s=tpot_slo_s,
+        max_wait_s=max_wait_s,
         insecure=insecure,
     )
     plan = cluster.make_plan(router, roles, engine, transport)
@@ -161,6 +167,9 @@ def router(
     ] = ROUTER.internal_port,
     disaggregate_from: options.DisaggregateFrom = ROUTER.disaggregate_from,
     placement: options.Placement = ROUTER.placement,
+    ttft_slo_s: options.TtftSlo = ROUTER.ttft_slo_s,
+    tpot_slo_s: options.TpotSlo = ROUTER.tpot_slo_s,
+    max_wait_s: options.MaxWait = ROUTER.max_wait_s,
     max_requests: Annotated[
         int, field_option(RouterConfig, "max_requests", metavar="N")
     ] = ROUTER.max_requests,
@@ -180,6 +189,9 @@ def router(
             internal_port=internal_port,
             disaggregate_from=disaggregate_from,
             placement=placement,
+            ttft_slo_s=ttft_slo_s,
+            tpot_slo_s=tpot_slo_s,
+            max_wait_s=max_wait_s,
             max_requests=max_requests,
             insecure=insecure,
             drain_timeout_s=drain_timeout_s,

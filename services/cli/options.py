@@ -49,8 +49,14 @@ GrpcPort = Annotated[int, field_option(RouterConfig, "grpc_port", metavar="P")]
 HttpPort = Annotated[int, field_option(RouterConfig, "http_port", metavar="P")]
 DisaggregateFrom = Annotated[int, field_option(RouterConfig, "disaggregate_from", metavar="TOKENS")]
 Placement = Annotated[
-    str, field_option(RouterConfig, "placement", metavar="random|round_robin|least_loaded")
+    str,
+    field_option(
+        RouterConfig, "placement", metavar="random|round_robin|least_loaded|local_prefix|cost"
+    ),
 ]
+TtftSlo = Annotated[float, field_option(RouterConfig, "ttft_slo_s", metavar="SECONDS")]
+TpotSlo = Annotated[float, field_option(RouterConfig, "tpot_slo_s", metavar="SECONDS")]
+MaxWait = Annotated[float, field_option(RouterConfig, "max_wait_s", metavar="SECONDS")]
 Insecure = Annotated[bool, typer.Option("--insecure", help=field_help(RouterConfig, "insecure"))]
 
 Device = Annotated[str, field_option(EngineConfig, "device", metavar="auto|cpu|cuda")]

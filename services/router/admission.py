@@ -1,15 +1,44 @@
-"""How many requests the router works on at once; what is too much is refused at the door.
+"""What is too much is refused at once: too many requests, too long a queue, too late an answer.
 
-Knows nothing of requests but their number. Entered by both public faces before any work is done.
+``Admission`` counts, before any work is done; entered by both public faces. ``check_in_time``
+judges a typed request by what is predicted for it; asked by ``attempts``.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Iterator
 
+from services.router.prediction import Prediction
 from services.runtime.errors import ResourceExhausted, Unavailable
 
 RETRY_AFTER_S = 1.0
+
+
+def check_in_time(predicted: Prediction, max_wait_s: float, left_s: float | None) -> None:
+    """Refuse what would wait too long, or could not have its first token in time.
+
+    Args:
+        left_s: until the client's deadline; None: it has none.
+
+    Raises:
+        ResourceExhausted: with a hint when the queue will be short enough.
+    """
+    if predicted.wait_s > max_wait_s:
+        raise _too_late(
+            f"the prompt would wait {predicted.wait_s:.1f} s, the limit is {max_wait_s:g} s",
+            predicted.wait_s - max_wait_s,
+        )
+    if left_s is not None and predicted.ttft_s > left_s:
+        raise _too_late(
+            f"the first token would take {predicted.ttft_s:.1f} s, the deadline is in "
+            f"{max(0.0, left_s):.1f} s",
+            predicted.wait_s,
+        )
+
+
+def _too_late(what: str, retry_after_s: float) -> ResourceExhausted:
+    after_s = max(RETRY_AFTER_S, retry_after_s)
+    return ResourceExhausted(f"{what}: try again in {after_s:.0f} s", after_s)
 
 
 class Admission:

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router.admission import Admission
 from services.router.cluster_service import ClusterService, StatusService
+from services.router.disaggregation import Rules
 from services.router.fleet import Fleet
 from services.router.health import Health
 from services.router.http_server import HttpServer
@@ -64,8 +65,13 @@ class Router(Component):
             Intake(model),
             self._metrics,
             model.max_context,
-            config.disaggregate_from,
-            PlacementPolicy(config.placement),
+            Rules(
+                config.disaggregate_from,
+                PlacementPolicy(config.placement),
+                config.ttft_slo_s,
+                config.tpot_slo_s,
+                config.max_wait_s,
+            ),
         )
         inference = InferenceService(model, serving)
         status = StatusService(model.model_id, self._fleet)

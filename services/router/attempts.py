@@ -15,23 +15,29 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.kv.prefix import block_hashes, root_hash
 from engine.request import Request
 from protos import inference_pb2 as public
+from services.router.admission import check_in_time
 from services.router.breaker import Breakers
+from services.router.disaggregation import Rules
 from services.router.dispatch import Attempt, draw_handoff_id
 from services.router.fleet import Fleet
 from services.router.healing import CAPACITY_S, History, LegFailure, is_curable, verdict
-from services.router.placement import place
+from services.router.learning import learn
+from services.router.membership import Snapshot
+from services.router.placement import BY_PREFIX, Placement, place
+from services.router.prediction import Demand, Prediction, predict_here, predict_pair
+from services.router.rates import Rates
 from services.router.replay import Output, Replay
 from services.router.request_table import RequestEvent, RequestRecord
 from services.router.timeline import Marks
 from services.runtime.errors import DeadlineExceeded, ServiceError, Unavailable
 from services.runtime.journal import fields
 from services.runtime.metrics import RouterMetrics
-from services.runtime.settings import PlacementPolicy
 
 log = logging.getLogger(__name__)
 
@@ -43,28 +49,36 @@ class Attempts:
         self,
         fleet: Fleet,
         metrics: RouterMetrics,
-        disaggregate_from: int,
-        policy: PlacementPolicy,
+        rules: Rules,
         clock: Callable[[], float] = time.monotonic,
         new_handoff_id: Callable[[], bytes] = draw_handoff_id,
     ) -> None:
         self._new_handoff_id = new_handoff_id
         self._fleet = fleet
         self._metrics = metrics
-        self._disaggregate_from = disaggregate_from
-        self._policy = policy
+        self._rules = rules
+        self._rates = Rates()
         self._clock = clock
         self._turn = 0
         self._breakers = Breakers()
 
-    def first(self, request: Request, record: RequestRecord, marks: Marks) -> Attempt:
+    def first(
+        self, request: Request, record: RequestRecord, marks: Marks, left_s: float | None = None
+    ) -> Attempt:
         """The first attempt, not yet started.
+
+        Args:
+            left_s: until the client's deadline.
 
         Raises:
             Unavailable: nobody can take it now.
             InvalidArgument: nobody here could ever take it.
+            ResourceExhausted: it would have to wait too long.
         """
-        return self._place(request, record, marks, History())
+        placed = self._place(request, History())
+        if placed.predicted is not None:
+            check_in_time(placed.predicted, self._rules.max_wait_s, left_s)
+        return self._attempt(request, record, marks, placed)
 
     async def write(
         self,
@@ -86,9 +100,7 @@ class Attempts:
                         if has_one_answer or replay.is_new(each):
                             output += each.token_ids if isinstance(each, public.Tokens) else ()
                             yield each
-                self._breakers.succeeded(
-                    filter(None, (marks.prefill_instance, marks.decode_instance))
-                )
+                self._note_success(request, marks, attempt)
                 return
             except LegFailure as failure:
                 now_s = self._clock()
@@ -111,11 +123,19 @@ class Attempts:
                     raise Unavailable(f"{failed.error}; {nobody}") from failed.error
             attempt.start(deadline_s)
 
+    def _note_success(self, request: Request, marks: Marks, attempt: Attempt) -> None:
+        """Also what it teaches of how fast they are."""
+        self._breakers.succeeded(filter(None, (marks.prefill_instance, marks.decode_instance)))
+        num_beside = (attempt.num_beside_at_start + attempt.num_beside) // 2
+        learn(self._rates, marks, request.num_known_tokens, num_beside)
+
     def _note_failure(self, failure: LegFailure, now_s: float) -> None:
         """A death is seen by everybody, and what is wrong with a request is nobody's fault."""
         if is_curable(failure.error) and not failure.died:
             views = self._fleet.snapshot().instances
-            self._breakers.keep_only(view.instance.instance_id for view in views)
+            here = [view.instance.instance_id for view in views]
+            self._breakers.keep_only(here)
+            self._rates.keep_only(here)
             self._breakers.failed(failure.living, now_s)
 
     @contextlib.contextmanager
@@ -158,7 +178,8 @@ class Attempts:
         while True:
             changed = asyncio.ensure_future(self._fleet.changed())
             try:
-                return self._place(request, record, marks, history)
+                placed = self._place(request, history)
+                return self._attempt(request, record, marks, placed)
             except Unavailable:
                 either: set[asyncio.Future[Any]] = {changed, ended}
                 await asyncio.wait(
@@ -173,32 +194,63 @@ class Attempts:
             finally:
                 changed.cancel()
 
-    def _place(
-        self, request: Request, record: RequestRecord, marks: Marks, history: History
-    ) -> Attempt:
+    def _place(self, request: Request, history: History) -> "_Placed":
         self._turn += 1
-        placement = place(
-            request.num_known_tokens,
-            request.sampling.max_tokens - len(request.output_token_ids),
-            self._fleet.snapshot(),
-            self._disaggregate_from,
-            self._turn,
-            history.avoid | self._breakers.open(self._clock()),
-            self._policy,
-        )
-        prefill = self._fleet.link(placement.prefill) if placement.prefill else None
-        decode = self._fleet.link(placement.decode)
+        snapshot = self._fleet.snapshot()
+        demand = self._demand(request, snapshot)
+        avoid = history.avoid | self._breakers.open(self._clock())
+        placement = place(demand, snapshot, self._rules, self._rates, self._turn, avoid)
+        views = {view.instance.instance_id: view for view in snapshot.instances}
+        decode, prefill = views[placement.decode], views.get(placement.prefill or "")
+        predicted = None
+        if self._rates.are_known:
+            predicted = (
+                predict_here(demand, decode, self._rates)
+                if prefill is None
+                else predict_pair(demand, prefill, decode, self._rates)
+            )
+        self._metrics.placements_total("together" if prefill is None else "apart").inc()
+        reader = prefill or decode
+        return _Placed(placement, demand.uncached(reader), predicted)
+
+    def _demand(self, request: Request, snapshot: Snapshot) -> Demand:
+        num_known = request.num_known_tokens
+        max_tokens = request.sampling.max_tokens - len(request.output_token_ids)
+        if self._rules.policy not in BY_PREFIX or not snapshot.instances:
+            return Demand(num_known, max_tokens)
+        block_size = snapshot.instances[0].instance.kv_layout.block_size
+        root = root_hash(snapshot.model_digest, salt=request.salt)
+        hashes = block_hashes(root, request.known_token_ids, block_size)
+        cached = self._fleet.cache.num_cached_blocks(hashes)
+        return Demand(num_known, max_tokens, {i: n * block_size for i, n in cached.items()})
+
+    def _attempt(
+        self, request: Request, record: RequestRecord, marks: Marks, placed: "_Placed"
+    ) -> Attempt:
+        where = placed.placement
         marks.begin_attempt()
         return Attempt(
             request,
             record,
             marks,
-            decode,
-            prefill,
+            self._fleet.link(where.decode),
+            self._fleet.link(where.prefill) if where.prefill else None,
             marks.num_attempts,
             self._clock,
             self._new_handoff_id,
+            placed.num_uncached_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Where an attempt will run, and what is expected of it."""
+
+    placement: Placement
+    num_uncached_tokens: int
+    """What whoever reads the prompt has to compute."""
+    predicted: Prediction | None
+    """None: nothing is known yet."""
 
 
 def _failed_attempt(

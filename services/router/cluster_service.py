@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from engine.kv.journal import KEY_BYTES, CacheNews
 from kvtransfer.layout import DTYPE_BYTES, KvLayout
 from protos import cluster_pb2, cluster_pb2_grpc
 from services.router.fleet import Fleet
@@ -40,8 +41,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def Heartbeat(
         self, request: cluster_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
     ) -> cluster_pb2.HeartbeatResponse:
-        known = self._fleet.heartbeat(request.instance_id, _load(request.load))
-        return cluster_pb2.HeartbeatResponse(known=known)
+        news = _news(request.cache_news) if request.HasField("cache_news") else None
+        known = self._fleet.heartbeat(request.instance_id, _load(request.load), news)
+        next_sequence = self._fleet.cache.next_sequence(request.instance_id)
+        return cluster_pb2.HeartbeatResponse(known=known, cache_sequence=next_sequence)
 
     async def Deregister(
         self, request: cluster_pb2.DeregisterRequest, context: grpc.aio.ServicerContext
@@ -87,7 +90,18 @@ def _instance(request: cluster_pb2.RegisterRequest) -> Instance:
         kv_layout=layout,
         max_context=request.max_context,
         max_sequence_tokens=request.max_sequence_tokens,
+        max_gap_s=request.max_gap_s,
     )
+
+
+def _news(message: cluster_pb2.CacheNews) -> CacheNews:
+    return CacheNews(
+        message.next_sequence, message.is_whole, _keys(message.stored), _keys(message.removed)
+    )
+
+
+def _keys(joined: bytes) -> tuple[bytes, ...]:
+    return tuple(joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES))
 
 
 def _load(message: cluster_pb2.InstanceLoad) -> Load:

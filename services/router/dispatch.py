@@ -64,6 +64,7 @@ class Attempt:
         number: int = 1,
         clock: Callable[[], float] = time.monotonic,
         new_handoff_id: Callable[[], bytes] = draw_handoff_id,
+        num_uncached_tokens: int | None = None,
     ) -> None:
         self._work_id = f"{request.request_id}/{number}"
         self._request = replace(request, request_id=self._work_id)
@@ -73,13 +74,18 @@ class Attempt:
         self._prefill = _Leg(prefill) if prefill is not None else None
         self._clock = clock
         self._new_handoff_id = new_handoff_id
+        self._num_uncached_tokens = num_uncached_tokens
         self._inbox: asyncio.Queue[tuple[_Leg | None, Event | ServiceError]] = asyncio.Queue()
         self._deadline: asyncio.TimerHandle | None = None
+        self.num_beside_at_start = decode.pending.num_requests
 
     def start(self, deadline_s: float | None = None) -> None:
         """Send the orders. ``deadline_s`` is a time of the running loop."""
         request = work_request_message(self._request)
         order = wire.StartDecode(request=request)
+        num_tokens = self._num_uncached_tokens
+        if num_tokens is None:
+            num_tokens = self._request.num_known_tokens
         if self._prefill is not None:
             handoff_id = self._new_handoff_id()
             target, source = self._decode.link.instance, self._prefill.link.instance
@@ -93,9 +99,11 @@ class Attempt:
                     target_instance_id=target.instance_id,
                 ),
                 self._sink(self._prefill),
+                num_tokens,
             )
             self._marks.prefill_instance = source.instance_id
-        self._decode.link.start(order, self._sink(self._decode))
+            num_tokens = 0
+        self._decode.link.start(order, self._sink(self._decode), num_tokens)
         self._marks.decode_instance = self._decode.link.instance.instance_id
         if self._marks.dispatched_s is None:
             self._marks.dispatched_s = self._clock()
@@ -105,6 +113,12 @@ class Attempt:
             passed = DeadlineExceeded("the request's deadline has passed")
             loop = asyncio.get_running_loop()
             self._deadline = loop.call_at(deadline_s, self.end, passed)
+
+    @property
+    def num_beside(self) -> int:
+        """Other requests on the decode instance now."""
+        pending = self._decode.link.pending.num_requests
+        return pending - 1 if self._decode.is_running else pending
 
     def end(self, error: ServiceError) -> None:
         """End the attempt from outside: by the client, by its deadline, by the router's stop."""
@@ -192,6 +206,8 @@ class Attempt:
         """The first token may be ahead of its KV; a second one cannot be."""
         state = self._record.state
         if state is RequestState.PREFILLING:
+            reader = self._prefill or self._decode
+            reader.link.computed(self._work_id)
             in_flight = self._prefill is not None and self._marks.prefill_done is None
             self._record.advance(RequestEvent.FIRST_TOKEN if in_flight else RequestEvent.JOIN)
         elif state is RequestState.HANDING_OFF:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from engine.kv.journal import CacheNews
+from services.router.cache_index import CacheIndex
 from services.router.link import Link
 from services.router.membership import Instance, Load, Membership, Snapshot
 from services.router.streams import Dial
@@ -41,6 +43,7 @@ class Fleet(Component):
         self._dial = dial
         self._on_change = on_change
         self._clock = clock
+        self._cache = CacheIndex()
         self._links: dict[str, Link] = {}
         self._connecting: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,6 +79,7 @@ class Fleet(Component):
         known = self._membership.get(instance.instance_id) == instance
         replaced = self._membership.register(instance, load, self._clock())
         for other_id in replaced:
+            self._cache.forget(other_id)
             self._drop(other_id, Unavailable("the instance was restarted"))
         if not known:
             self._say("registered", instance)
@@ -89,12 +93,19 @@ class Fleet(Component):
         if (task := self._connecting.get(instance_id)) is not None:
             await asyncio.wait({task}, timeout=timeout_s)
 
-    def heartbeat(self, instance_id: str, load: Load) -> bool:
+    def heartbeat(self, instance_id: str, load: Load, news: CacheNews | None = None) -> bool:
         """Take a sign of life; False: unknown, it should register again."""
         known = self._membership.heartbeat(instance_id, load, self._clock())
         if known:
+            if news is not None:
+                self._cache.apply(instance_id, news)
             self._changed()
         return known
+
+    @property
+    def cache(self) -> CacheIndex:
+        """Who has which beginnings of prompts."""
+        return self._cache
 
     def deregister(self, instance_id: str) -> None:
         """An instance says goodbye. Unknown ids are ignored: it may have been lost before."""
@@ -152,6 +163,7 @@ class Fleet(Component):
         instance = self._membership.remove(instance_id)
         if instance is None:
             return
+        self._cache.forget(instance_id)
         self._say(how, instance)
         role = instance.role.value
         gone = Unavailable(f"the {role} instance at {instance.address} {how}")

@@ -54,7 +54,8 @@ class Link:
     @property
     def pending(self) -> Pending:
         """What was started here and has not ended."""
-        return Pending(len(self._sinks), sum(self._num_prompt_tokens.values()))
+        prompts = self._num_prompt_tokens.values()
+        return Pending(len(self._sinks), sum(prompts), len(prompts))
 
     async def open(self) -> None:
         """Connect and open the stream.
@@ -68,20 +69,31 @@ class Link:
             asyncio.create_task(self._write(stream), name=f"write-{self.instance.instance_id}"),
         ]
 
-    def start(self, start: wire.StartPrefill | wire.StartDecode, sink: Sink) -> None:
-        """Send a request's order. On a broken stream the sink hears that instead."""
+    def start(
+        self, start: wire.StartPrefill | wire.StartDecode, sink: Sink, num_prompt_tokens: int = 0
+    ) -> None:
+        """Send a request's order. On a broken stream the sink hears that instead.
+
+        Args:
+            num_prompt_tokens: what it will compute of the prompt, as far as we know.
+        """
         if self._error is not None:
             sink(self._error)
             return
         request_id = start.request.request_id
         self._sinks[request_id] = sink
-        self._num_prompt_tokens[request_id] = len(start.request.prompt_token_ids)
+        if num_prompt_tokens:
+            self._num_prompt_tokens[request_id] = num_prompt_tokens
         self._send(start=start)
 
     def stop(self, request_id: str) -> None:
         """Make the instance drop a request; nothing more is heard of it."""
         if self._forget(request_id) is not None:
             self._send(abort=wire.StopWork(request_id=request_id))
+
+    def computed(self, request_id: str) -> None:
+        """Its prompt has been computed."""
+        self._num_prompt_tokens.pop(request_id, None)
 
     def done(self, request_id: str) -> None:
         """The request's terminal event was heard."""

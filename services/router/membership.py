@@ -42,6 +42,8 @@ class Instance:
     kv_layout: KvLayout
     max_context: int
     max_sequence_tokens: int
+    max_gap_s: float = 0.0
+    """How much longer a step of its decodes takes that carries a chunk of a prompt, at most."""
 
     @property
     def max_tokens(self) -> int:
@@ -75,6 +77,9 @@ class Pending:
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
+    """Of prompts, what is not computed yet."""
+    num_prompts: int = 0
+    """How many prompts that is."""
 
 
 @dataclass(frozen=True, slots=True)

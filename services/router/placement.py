@@ -1,21 +1,26 @@
-"""Where a request runs: pure functions over a snapshot. Filter, score in [0, 1], pick.
+"""Where a request runs: pure functions over a snapshot. Filter, score, pick.
 
-Knows nothing of links, clocks or clients. Called by ``serving`` for every request.
+    filter   who is ready, and holds the whole sequence
+    decide   one instance or two (``disaggregation``)
+    pick     by the policy that the config names, one function each in ``POLICIES``
+
+Knows nothing of links, clocks or clients. Called by ``attempts`` for every request.
 """
 
 import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from services.router.disaggregation import Rules, should_disaggregate
 from services.router.membership import InstanceView, Snapshot
+from services.router.prediction import Demand, predict_here, predict_pair
+from services.router.rates import Rates
 from services.runtime.errors import InvalidArgument, Unavailable
 from services.runtime.settings import PlacementPolicy, Role
 
-Score = Callable[[InstanceView], float]
-
 _PROMPT_TOKENS_SCALE = 2048
-"""So many waiting prompt tokens halve a prefill instance's score."""
+"""So many prompt tokens to compute halve an instance's score."""
 _FREE_SHARE_WEIGHT = 0.25
 """How much free KV counts against few requests."""
 
@@ -29,23 +34,36 @@ class Placement:
     """None: the decode instance reads the prompt itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a policy chooses from."""
+
+    demand: Demand
+    decoders: Sequence[InstanceView]
+    """Not empty."""
+    readers: Sequence[InstanceView]
+    """Empty: the decode instance reads the prompt."""
+    rates: Rates
+    turn: int
+    """Grows with every request: equally good instances take turns."""
+
+
+Policy = Callable[[Choice], Placement]
+
+
 def place(
-    num_prompt_tokens: int,
-    max_tokens: int,
+    demand: Demand,
     snapshot: Snapshot,
-    disaggregate_from: int,
+    rules: Rules,
+    rates: Rates,
     turn: int = 0,
     avoid: frozenset[str] = frozenset(),
-    policy: PlacementPolicy = PlacementPolicy.LEAST_LOADED,
 ) -> Placement:
     """Choose the instances for one request.
 
     Args:
-        num_prompt_tokens: all that is to be read; of a request that goes on, its output, too.
-        max_tokens: what may still be written.
+        turn: a number that grows with every request.
         avoid: ids of instances that are chosen only where there are no others.
-        turn: a number that grows with every request: equally good instances take turns.
-        policy: how one is picked of those that may take it.
 
     Raises:
         Unavailable: nobody can take it now.
@@ -54,85 +72,123 @@ def place(
     if avoid:
         others = tuple(v for v in snapshot.instances if v.instance.instance_id not in avoid)
         with contextlib.suppress(Unavailable, InvalidArgument):
-            without = replace(snapshot, instances=others)
-            return place(
-                num_prompt_tokens, max_tokens, without, disaggregate_from, turn, policy=policy
-            )
-    num_tokens = num_prompt_tokens + max_tokens
+            return place(demand, replace(snapshot, instances=others), rules, rates, turn)
     writers = [view for view in snapshot.instances if view.is_ready and view.instance.decodes]
     if not writers:
         raise Unavailable(_nobody(snapshot))
-    fitting = [view for view in writers if view.instance.max_tokens >= num_tokens]
+    fitting = [view for view in writers if view.instance.max_tokens >= demand.num_tokens]
     if not fitting:
         largest = max(view.instance.max_tokens for view in writers)
         raise InvalidArgument(
-            "", f"{num_tokens} tokens do not fit: the largest instance holds {largest}"
+            "", f"{demand.num_tokens} tokens do not fit: the largest instance holds {largest}"
         )
-    if should_disaggregate(num_prompt_tokens, max_tokens, snapshot, disaggregate_from):
-        decoders = [view for view in fitting if view.instance.role is Role.DECODE]
-        readers = _prefill_instances(num_prompt_tokens, snapshot)
-        if decoders:
-            decode = pick(decoders, score_decode, turn, policy)
-            return Placement(decode, pick(readers, score_prefill, turn, policy))
-    return Placement(pick(fitting, score_decode, turn, policy), None)
+    decoders = [view for view in fitting if view.instance.role is Role.DECODE]
+    readers = [
+        view
+        for view in snapshot.instances
+        if view.is_ready
+        and view.instance.role is Role.PREFILL
+        and view.instance.max_tokens > demand.num_prompt_tokens
+    ]
+    if should_disaggregate(demand, readers, decoders, rules, rates):
+        return POLICIES[rules.policy](Choice(demand, decoders, readers, rates, turn))
+    return POLICIES[rules.policy](Choice(demand, fitting, (), rates, turn))
 
 
-def should_disaggregate(
-    num_prompt_tokens: int, max_tokens: int, snapshot: Snapshot, disaggregate_from: int
-) -> bool:
-    """Whether prompt and answer of a request should run on two instances."""
-    if max_tokens == 1 or num_prompt_tokens < disaggregate_from:
-        return False
-    has_decode = any(
-        view.is_ready and view.instance.role is Role.DECODE for view in snapshot.instances
-    )
-    return has_decode and bool(_prefill_instances(num_prompt_tokens, snapshot))
+# ---- policies -------------------------------------------------------------------------------
 
 
-def score_prefill(view: InstanceView) -> float:
-    """1 is idle; fewer prompt tokens to read are better."""
-    return _PROMPT_TOKENS_SCALE / (_PROMPT_TOKENS_SCALE + view.pending.num_prompt_tokens)
+def at_random(choice: Choice) -> Placement:
+    """Anybody; repeatable, and the two legs are drawn independently."""
+
+    def draw(leg: str, views: Sequence[InstanceView]) -> str:
+        drawn = random.Random(f"{leg}/{choice.turn}").randrange(len(views))
+        return views[drawn].instance.instance_id
+
+    prefill = draw("prefill", choice.readers) if choice.readers else None
+    return Placement(draw("decode", choice.decoders), prefill)
+
+
+def round_robin(choice: Choice) -> Placement:
+    """Whose turn it is."""
+
+    def next_of(views: Sequence[InstanceView]) -> str:
+        return views[choice.turn % len(views)].instance.instance_id
+
+    prefill = next_of(choice.readers) if choice.readers else None
+    return Placement(next_of(choice.decoders), prefill)
+
+
+def least_loaded(choice: Choice) -> Placement:
+    """Each leg where least is to do."""
+    return _best_of_each(choice, lambda view: score_prefill(view, 0))
+
+
+def local_prefix(choice: Choice) -> Placement:
+    """The prompt where least of it, and of what waits before it, is left to compute."""
+    return _best_of_each(choice, lambda view: score_prefill(view, choice.demand.uncached(view)))
+
+
+def cost(choice: Choice) -> Placement:
+    """The pair that is predicted to finish first: queue, prefill of what is not cached, handoff
+    of what the decode instance lacks, then as many steps as answers have."""
+    demand, rates = choice.demand, choice.rates
+    if not rates.are_known:
+        return local_prefix(choice)
+    if not choice.readers:
+        here = [predict_here(demand, view, rates).total_s for view in choice.decoders]
+        return Placement(_pick(choice.decoders, [-total for total in here], choice.turn), None)
+    pairs = [(reader, decoder) for reader in choice.readers for decoder in choice.decoders]
+    totals = [predict_pair(demand, *pair, rates).total_s for pair in pairs]
+    best = min(totals)
+    tied = [pair for pair, total in zip(pairs, totals, strict=True) if total == best]
+    reader, decoder = tied[choice.turn % len(tied)]
+    return Placement(decoder.instance.instance_id, reader.instance.instance_id)
+
+
+POLICIES: Mapping[PlacementPolicy, Policy] = {
+    PlacementPolicy.RANDOM: at_random,
+    PlacementPolicy.ROUND_ROBIN: round_robin,
+    PlacementPolicy.LEAST_LOADED: least_loaded,
+    PlacementPolicy.LOCAL_PREFIX: local_prefix,
+    PlacementPolicy.COST: cost,
+}
+
+
+BY_PREFIX = frozenset({PlacementPolicy.LOCAL_PREFIX, PlacementPolicy.COST})
+"""Those that want to know what is cached."""
+
+
+def score_prefill(view: InstanceView, num_tokens: int) -> float:
+    """0 to 1: fewer prompt tokens to compute are better, those that wait and ``num_tokens``."""
+    waiting = view.pending.num_prompt_tokens + num_tokens
+    return _PROMPT_TOKENS_SCALE / (_PROMPT_TOKENS_SCALE + waiting)
 
 
 def score_decode(view: InstanceView) -> float:
-    """1 is idle and empty; fewer requests and more free KV are better."""
+    """0 to 1: fewer requests and more free KV are better."""
     load = view.load
     free = (load.blocks_free + load.blocks_cached) / load.blocks_total if load.blocks_total else 1
     few = 1 / (1 + view.pending.num_requests)
     return few * (1 - _FREE_SHARE_WEIGHT) + free * _FREE_SHARE_WEIGHT
 
 
-def pick(
-    views: Sequence[InstanceView],
-    score: Score,
-    turn: int,
-    policy: PlacementPolicy = PlacementPolicy.LEAST_LOADED,
-) -> str:
-    """The id of one of ``views``, which must not be empty.
+def _best_of_each(choice: Choice, reading: Callable[[InstanceView], float]) -> Placement:
+    """The best reader by ``reading``; the best decoder by its load, and by ``reading`` where it
+    reads the prompt, too."""
+    if choice.readers:
+        prefill = _pick(choice.readers, [reading(view) for view in choice.readers], choice.turn)
+        scores = [score_decode(view) for view in choice.decoders]
+        return Placement(_pick(choice.decoders, scores, choice.turn), prefill)
+    scores = [score_decode(view) * reading(view) for view in choice.decoders]
+    return Placement(_pick(choice.decoders, scores, choice.turn), None)
 
-    ``random`` and ``round_robin`` do not look at the score. ``least_loaded`` takes the best; of
-    equally good ones, the one whose turn it is.
-    """
-    if policy is PlacementPolicy.RANDOM:
-        # Seeded by turn and score: repeatable, and the two legs are drawn independently.
-        drawn = random.Random(f"{score.__name__}/{turn}").randrange(len(views))
-        return views[drawn].instance.instance_id
-    if policy is PlacementPolicy.ROUND_ROBIN:
-        return views[turn % len(views)].instance.instance_id
-    scores = [score(view) for view in views]
+
+def _pick(views: Sequence[InstanceView], scores: Sequence[float], turn: int) -> str:
+    """The id of the best; of equally good ones, the one whose turn it is."""
     best = max(scores)
-    tied = [view for view, each in zip(views, scores, strict=True) if each == best]
+    tied = [view for view, score in zip(views, scores, strict=True) if score == best]
     return tied[turn % len(tied)].instance.instance_id
-
-
-def _prefill_instances(num_prompt_tokens: int, snapshot: Snapshot) -> list[InstanceView]:
-    return [
-        view
-        for view in snapshot.instances
-        if view.is_ready
-        and view.instance.role is Role.PREFILL
-        and view.instance.max_tokens > num_prompt_tokens
-    ]
 
 
 def _nobody(snapshot: Snapshot) -> str:

@@ -20,6 +20,7 @@ from engine.request import Request
 from protos import inference_pb2 as public
 from services.router.admission import Admission
 from services.router.attempts import Attempts
+from services.router.disaggregation import Rules
 from services.router.dispatch import draw_handoff_id
 from services.router.fleet import Fleet
 from services.router.intake import Intake, Prompt, RawRequest
@@ -34,7 +35,6 @@ from services.runtime.errors import (
 )
 from services.runtime.journal import fields
 from services.runtime.metrics import RouterMetrics
-from services.runtime.settings import PlacementPolicy
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,7 @@ class Serving:
         intake: Intake,
         metrics: RouterMetrics,
         max_context: int,
-        disaggregate_from: int,
-        policy: PlacementPolicy,
+        rules: Rules,
         clock: Callable[[], float] = time.monotonic,
         new_handoff_id: Callable[[], bytes] = draw_handoff_id,
     ) -> None:
@@ -70,7 +69,7 @@ class Serving:
         self._max_context = max_context
         self._clock = clock
         self._table = RequestTable()
-        self._attempts = Attempts(fleet, metrics, disaggregate_from, policy, clock, new_handoff_id)
+        self._attempts = Attempts(fleet, metrics, rules, clock, new_handoff_id)
 
     @property
     def max_context(self) -> int:
@@ -146,7 +145,10 @@ class Serving:
         self._table.add(record)
         outcome = "abort"  # of an iterator that is closed early
         try:
-            attempt = self._attempts.first(request, record, marks)
+            left_s = None
+            if deadline_s is not None:
+                left_s = deadline_s - asyncio.get_running_loop().time()
+            attempt = self._attempts.first(request, record, marks, left_s)
             attempt.start(deadline_s)
             with contextlib.closing(attempt):
                 yield public.Accepted(

@@ -51,6 +51,7 @@ PROMPT_SOURCES = ("local_compute", "local_cache_hit", "handoff")
 BLOCK_STATES = ("free", "cached", "held", "quarantined")
 """Their sum is all blocks."""
 HANDOFF_OUTCOMES = ("landed", "cancelled", "failed")
+PLACEMENTS = ("apart", "together")
 
 
 def new_registry() -> CollectorRegistry:
@@ -111,6 +112,8 @@ class RouterMetrics:
     prefill_time_seconds: Histogram
     requests_total: Callable[[str], Counter]
     """By outcome: the finish reason, or the label of the error."""
+    placements_total: Callable[[str], Counter]
+    """Attempts by how prompt and answer were placed: apart or together."""
     retries_total: Counter
     """Attempts that failed and were followed by another."""
     requests_running: Gauge
@@ -141,6 +144,12 @@ class RouterMetrics:
             ),
             requests_total=family.counters(
                 "kvrelay_requests_total", "Requests by how they ended.", "outcome"
+            ),
+            placements_total=family.counters(
+                "kvrelay_placements_total",
+                "Attempts by whether prompt and answer were placed on two instances or one.",
+                "how",
+                PLACEMENTS,
             ),
             retries_total=family.counter(
                 "kvrelay_retries_total", "Attempts that failed and were followed by another."

@@ -48,6 +48,8 @@ class PlacementPolicy(StrEnum):
     RANDOM = "random"
     ROUND_ROBIN = "round_robin"
     LEAST_LOADED = "least_loaded"
+    LOCAL_PREFIX = "local_prefix"
+    COST = "cost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,18 @@ class RouterConfig:
     internal_port: int = 50052
     """Internal gRPC port, where instances register; 0: any free one."""
     disaggregate_from: int = 128
-    """Prompts of at least so many tokens are prefilled on a prefill instance."""
-    placement: str = PlacementPolicy.LEAST_LOADED
-    """Which instance gets a request: random, round_robin or least_loaded."""
+    """Prompts of at least so many uncached tokens are prefilled on a prefill instance."""
+    placement: str = PlacementPolicy.COST
+    """Which instance gets a request: random, round_robin, least_loaded, local_prefix (where least
+    of the prompt is to compute) or cost (where it is predicted to finish first)."""
+    ttft_slo_s: float = 0.0
+    """Objective for the first token, in seconds: a burst of prompts that prefill instances cannot
+    read in time is read by decode instances. 0: none."""
+    tpot_slo_s: float = 0.0
+    """Objective for each further token, in seconds: decode instances read no prompt where it would
+    break it. 0: none."""
+    max_wait_s: float = 30.0
+    """A request whose prompt is predicted to wait longer is refused at once, in seconds."""
     max_requests: int = 1024
     """Most requests at once; more are refused with a hint when to retry."""
     insecure: bool = False
@@ -86,6 +97,10 @@ class RouterConfig:
         _check_at_least("disaggregate_from", self.disaggregate_from, 0)
         _check_choice("placement", self.placement, tuple(PlacementPolicy))
         _check_at_least("max_requests", self.max_requests, 1)
+        for name in ("ttft_slo_s", "tpot_slo_s"):
+            _check_at_least(name, getattr(self, name), 0)
+        if not self.max_wait_s > 0:
+            raise InvalidArgument("--max-wait-s", "must be more than 0 seconds")
         _check_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         check_bind(self.host, self.insecure)
         check_bind(self.internal_host, self.insecure)

@@ -25,7 +25,7 @@ from services.runtime.metrics import MetricsServer, WorkerMetrics, new_registry
 from services.runtime.server import GrpcServer, cluster_token
 from services.runtime.settings import WorkerConfig
 from services.worker.build import LoadedModel, ReadModel, build_engine, load_model, read_model
-from services.worker.observe import Observer, load_message
+from services.worker.observe import Observer, load_message, news_message
 from services.worker.parts import EngineThread, RoleServices, Snapshots
 from services.worker.registration import Registration
 
@@ -138,7 +138,12 @@ class Worker(Component):
             services.mount, config.host, config.port, token=self._token, insecure=insecure
         )
         registration = Registration(
-            config.router, self._token, self.instance_id, self._describe, self.load
+            config.router,
+            self._token,
+            self.instance_id,
+            self._describe,
+            self.load,
+            lambda sequence: news_message(engine.cache_news(sequence)),
         )
         stack = Stack(
             EngineThread(engine),
@@ -171,6 +176,7 @@ class Worker(Component):
             max_context=runner.max_context,
             max_sequence_tokens=runner.num_blocks * layout.block_size,
             load=self.load(),
+            max_gap_s=self._config.engine.max_gap_s,
         )
 
 

@@ -7,6 +7,7 @@ Knows no service. Used by ``services.worker.app``.
 from prometheus_client import Counter
 
 from engine.core import EngineLoad, StepRecord
+from engine.kv.journal import CacheNews
 from kvtransfer.stats import EndpointStats
 from protos import cluster_pb2
 from services.runtime.metrics import WorkerMetrics
@@ -63,6 +64,16 @@ class Observer:
         for ended, outcome in HANDOFF_OUTCOMES.items():
             total = handoffs.outcomes.get(ended, 0)
             add(ended, metrics.handoffs_total(outcome), total)
+
+
+def news_message(news: CacheNews) -> cluster_pb2.CacheNews:
+    """What entered and left the prefix cache, as it travels to the router."""
+    return cluster_pb2.CacheNews(
+        next_sequence=news.next_sequence,
+        is_whole=news.is_whole,
+        stored=b"".join(news.stored),
+        removed=b"".join(news.removed),
+    )
 
 
 def load_message(load: EngineLoad, num_handoffs: int, draining: bool) -> cluster_pb2.InstanceLoad:

@@ -33,12 +33,15 @@ class Registration(Component):
         instance_id: str,
         describe: Callable[[], cluster_pb2.RegisterRequest],
         load: Callable[[], cluster_pb2.InstanceLoad],
+        cache_news: Callable[[int], cluster_pb2.CacheNews],
     ) -> None:
         self._router_address = router_address
         self._metadata = token_metadata(token)
         self._instance_id = instance_id
         self._describe = describe
         self._load = load
+        self._cache_news = cache_news
+        self._cache_sequence = 0
         self._channel: grpc.aio.Channel | None = None
         self._ended: asyncio.Task[None] | None = None
         self._registered = asyncio.Event()
@@ -106,7 +109,11 @@ class Registration(Component):
 
     async def _heartbeat(self) -> bool:
         """Whether the router still knows us. A router that is away counts as one that does."""
-        beat = cluster_pb2.HeartbeatRequest(instance_id=self._instance_id, load=self._load())
+        beat = cluster_pb2.HeartbeatRequest(
+            instance_id=self._instance_id,
+            load=self._load(),
+            cache_news=self._cache_news(self._cache_sequence),
+        )
         try:
             answer = await self._stub.Heartbeat(
                 beat, metadata=self._metadata, timeout=CALL_TIMEOUT_S
@@ -114,6 +121,7 @@ class Registration(Component):
         except grpc.aio.AioRpcError as error:
             log.debug("heartbeat failed: %s", error.code().name)
             return True
+        self._cache_sequence = answer.cache_sequence
         return bool(answer.known)
 
     async def _goodbye(self, channel: grpc.aio.Channel) -> None:

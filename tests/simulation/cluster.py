@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.request import Request
+from services.router.disaggregation import Rules
 from services.runtime.settings import Role
 from tests.simulation.client import Client
 from tests.simulation.engine import StepTimes
@@ -212,7 +213,9 @@ class Cluster:
 
     def _begin_router(self) -> SimulatedRouter:
         self._lives += 1
-        router = SimulatedRouter(self._loop, self._network, self._rng, self._lives)
+        router = SimulatedRouter(
+            self._loop, self._network, self._rng, self._lives, Rules(policy=self._scenario.policy)
+        )
         router.start()
         return router
 

@@ -161,14 +161,16 @@ class SimulatedInstance:
 
     async def _belong(self) -> None:
         """Register, heartbeat, and register again where the router has forgotten us."""
-        known = False
+        known, sequence = False, 0
         while True:
-            asked = ("heartbeat", self.instance_id, self.load())
+            news = self.engine.cache_news(sequence)
+            asked = ("heartbeat", self.instance_id, self.load(), news)
             question = asked if known else ("register", self.describe(), self.load())
             try:
-                known = await self._world.network.ask(self.process, ROUTER_ADDRESS, question)
+                answer = await self._world.network.ask(self.process, ROUTER_ADDRESS, question)
             except Broken:
                 await asyncio.sleep(_RETRY_S)
                 continue
+            known, sequence = answer
             if known:
                 await asyncio.sleep(HEARTBEAT_S)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from services.router.admission import Admission
+from services.router.disaggregation import Rules
 from services.router.fleet import Fleet
 from services.router.intake import Intake
 from services.router.membership import Instance
@@ -13,7 +14,6 @@ from services.router.serving import Serving
 from services.router.streams import WorkStream
 from services.runtime.errors import ServiceError, Unavailable
 from services.runtime.metrics import RouterMetrics, new_registry
-from services.runtime.settings import PlacementPolicy
 from tests.simulation.instance import MODEL, ROUTER_ADDRESS
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.network import Broken, Connection, Network
@@ -28,7 +28,9 @@ def _metrics() -> RouterMetrics:
 class SimulatedRouter:
     """One process that places requests and follows them."""
 
-    def __init__(self, loop: VirtualLoop, network: Network, rng: random.Random, life: int) -> None:
+    def __init__(
+        self, loop: VirtualLoop, network: Network, rng: random.Random, life: int, rules: Rules
+    ) -> None:
         self.process = Process(loop, f"router.{life}")
         self._network = network
         self.fleet = Fleet(MODEL, self._dial, lambda snapshot: None, loop.time)
@@ -38,8 +40,7 @@ class SimulatedRouter:
             cast(Intake, None),  # requests come typed
             _metrics(),
             max_context=1 << 16,
-            disaggregate_from=0,
-            policy=PlacementPolicy.LEAST_LOADED,
+            rules=rules,
             clock=loop.time,
             new_handoff_id=lambda: rng.randbytes(16),
         )
@@ -59,7 +60,7 @@ class SimulatedRouter:
         """What an instance asks, as ``cluster_service`` answers it."""
         verb, *asked = question
         answers: dict[str, Callable[..., Any]] = {
-            "heartbeat": self.fleet.heartbeat,
+            "heartbeat": self._heartbeat,
             "register": self._register,
         }
         try:
@@ -67,9 +68,13 @@ class SimulatedRouter:
         except Broken:
             return
 
-    def _register(self, *asked: Any) -> bool | ServiceError:
+    def _heartbeat(self, instance_id: str, *said: Any) -> tuple[bool, int]:
+        known = self.fleet.heartbeat(instance_id, *said)
+        return known, self.fleet.cache.next_sequence(instance_id)
+
+    def _register(self, *asked: Any) -> tuple[bool, int] | ServiceError:
         try:
             self.fleet.register(*asked)
         except ServiceError as error:
             return error
-        return True
+        return True, 0

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from engine.mock_runner import TOKENS, answer
 from engine.request import Request, SamplingParams
+from services.runtime.settings import PlacementPolicy
 
 _EVENTS_A_REQUEST = 60
 _ENDLESS = 300
@@ -76,6 +77,7 @@ class Scenario:
     seed: int
     num_prefill: int
     num_decode: int
+    policy: PlacementPolicy
     num_blocks: int
     max_decode_sequences: int
     asks: tuple[Ask, ...]
@@ -111,6 +113,7 @@ def draw(seed: int) -> Scenario:
         seed=seed,
         num_prefill=rng.choice((1, 2, 2)),
         num_decode=rng.choice((1, 2, 2)),
+        policy=rng.choice(list(PlacementPolicy)),
         num_blocks=rng.choice((8, 12, 24)),
         max_decode_sequences=rng.choice((2, 4, 16)),
         asks=tuple(_ask(rng, index, prefixes, num_events) for index in range(num_requests)),
