@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.adjust import History, adjust, asks
 from engine.beams import Candidates, num_candidates
 from engine.guide import Guides
+from engine.largest import largest, logsumexp
 from engine.logprobs import logprobs_of
 from engine.plan import ScheduledSequence, StepResult
 from engine.request import SamplingParams
@@ -65,9 +66,9 @@ def _candidates(
     assert sampling.beam_search is not None
     ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
     count = min(num_candidates(sampling.beam_search, len(ends)), len(adjusted))
-    values, ids = adjusted.double().topk(count)
-    logprobs = values - logits.double().logsumexp(-1)
-    return tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))
+    values, ids = largest(adjusted.unsqueeze(0), count)
+    logprobs = values.double() - float(logsumexp(logits.unsqueeze(0))[0])
+    return tuple(zip(ids[0].tolist(), logprobs[0].tolist(), strict=True))
 
 
 def _adjusted(
