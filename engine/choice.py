@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.adjust import History, adjust, asks
 from engine.beams import Candidates, num_candidates
+from engine.errors import GuideLimit
 from engine.guide import Guides
 from engine.largest import largest, logsumexp
 from engine.logprobs import logprobs_of
@@ -38,7 +39,7 @@ def choose_tokens(
         guides: called where a row has a guide.
     """
     sampling = [row.sampling for row in rows]
-    adjusted = _adjusted(logits, rows, eos_token_ids, guides)
+    adjusted, cut_short = _adjusted(logits, rows, eos_token_ids, guides)
     tokens = sample(adjusted, sampling, [row.end for row in rows])
     wanted = [each.num_top_logprobs for each in sampling]
     told = [r for r, t in enumerate(tokens) if t is not None and wanted[r] is not None]
@@ -48,9 +49,14 @@ def choose_tokens(
         [count for r in told if (count := wanted[r]) is not None],
     )
     return StepResult(
-        {row.request_id: t for row, t in zip(rows, tokens, strict=True) if t is not None},
+        {
+            row.request_id: t
+            for row, t in zip(rows, tokens, strict=True)
+            if t is not None and row.request_id not in cut_short
+        },
         {row.request_id: NOT_FINITE for row, t in zip(rows, tokens, strict=True) if t is None},
         {rows[r].request_id: record for r, record in zip(told, records, strict=True)},
+        cut_short,
         {
             row.request_id: _candidates(logits[r], adjusted[r], row.sampling, eos_token_ids)
             for r, row in enumerate(rows)
@@ -76,25 +82,31 @@ def _adjusted(
     rows: Sequence[ScheduledSequence],
     eos_token_ids: Collection[int],
     guides: Callable[[], Guides],
-) -> Tensor:
+) -> tuple[Tensor, dict[str, str]]:
+    """The logits to choose from; and whose guide gave up, with the reason."""
     asking = [
         r
         for r, row in enumerate(rows)
         if row.sampling.guide or asks(row.sampling, len(row.output_token_ids))
     ]
     if not asking:
-        return logits
+        return logits, {}
     changed = logits[asking]
     histories = [
         History(rows[r].sampling, rows[r].prompt_token_ids, rows[r].output_token_ids)
         for r in asking
     ]
     adjust(changed.numpy(), histories, eos_token_ids)
+    cut_short: dict[str, str] = {}
     for at, r in enumerate(asking):
         if (guide := rows[r].sampling.guide) is not None:
-            words = guides().mask(rows[r].request_id, guide, rows[r].output_token_ids)
+            try:
+                words = guides().mask(rows[r].request_id, guide, rows[r].output_token_ids)
+            except GuideLimit as limit:
+                cut_short[rows[r].request_id] = str(limit)
+                continue
             allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: logits.shape[1]]
             changed[at].numpy()[allowed == 0] = _OUTSIDE
     adjusted = logits.clone()
     adjusted[asking] = changed
-    return adjusted
+    return adjusted, cut_short

@@ -6,6 +6,7 @@ EngineError
 │   ├── UnsupportedModel      a real model of a kind we do not run
 │   └── CorruptModel          truncated or inconsistent files
 ├── InvalidRequest            the client's input is wrong (names the field)
+├── GuideLimit                an answer that its guide can follow no further
 ├── CapacityError             the request can never fit this engine
 ├── InvalidConfig             settings that no engine can be built with
 ├── IllegalTransition         a bug: an event no state table allows
@@ -45,6 +46,10 @@ class InvalidRequest(EngineError):
         super().__init__(f"{field}: {reason}")
         self.field = field
         self.reason = reason
+
+
+class GuideLimit(EngineError):
+    """An answer that its guide can follow no further: one line of reason."""
 
 
 class CapacityError(EngineError):

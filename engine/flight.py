@@ -15,6 +15,7 @@ from engine.errors import IllegalTransition
 from engine.kv.manager import KvManager
 from engine.plan import (
     Computed,
+    CutShort,
     EngineEvent,
     Failed,
     Sampled,
@@ -89,6 +90,8 @@ class Flight:
                 self._kv.free(row.request_id)
             elif reason := result.failures.get(row.request_id):
                 events += self._failed(sequence, reason)
+            elif reason := result.cut_short.get(row.request_id):
+                events += self._cut_short(sequence, reason)
             elif not row.samples:
                 events += self._computed(sequence, row, result)
             elif row.request_id in result.token_ids:
@@ -179,6 +182,13 @@ class Flight:
         ids = [first_id, *(fork.request_id for fork in self._unborn(sequence))]
         self.end(sequence)
         return [Failed(request_id, reason) for request_id in ids]
+
+    def _cut_short(self, sequence: Sequence, reason: str) -> list[EngineEvent]:
+        """Before there is any answer, of one or of several, it is a failure."""
+        if sequence.purpose is Purpose.SOURCE or sequence.num_unborn_forks:
+            return self._failed(sequence, reason)
+        self.end(sequence)
+        return [CutShort(sequence.request_id, reason)]
 
     def _searched(
         self,

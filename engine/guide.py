@@ -17,7 +17,7 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import InvalidRequest
+from engine.errors import GuideLimit, InvalidRequest
 from engine.request import Guide, GuideKind
 from engine.tokenizer import Tokenizer
 
@@ -49,31 +49,43 @@ class Guides:
         self._lock = Lock()
 
     def check(self, guide: Guide) -> None:
-        """Compile it.
+        """Compile it, and see what may come first.
 
         Raises:
             InvalidRequest: it is not in the language it claims to be in, or too complex.
         """
-        self._beginning(guide)
+        matcher = self._beginning(guide).deep_copy()
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise InvalidRequest("", _one_line(matcher.get_error()))
 
     def mask(self, request_id: str, guide: Guide, output_token_ids: Sequence[int]) -> Words:
-        """The tokens that may follow this output. Where none may, the answer ends: EOS alone.
+        """The tokens that may follow this output; EOS alone where the answer is complete.
 
         Args:
             request_id: its output only grows from one call to the next.
+
+        Raises:
+            GuideLimit: llguidance gave up (its grammars have limits that only show while an
+                answer grows), or the output is not in the language.
         """
         matcher, num_read = self._place(request_id, guide, len(output_token_ids))
         new = list(output_token_ids[num_read:])
-        # What has already left the language, as the output of another guide would, ends.
-        if not new or matcher.consume_tokens(new):
-            self._matchers[request_id] = (guide, matcher, len(output_token_ids))
-            self._matchers.move_to_end(request_id)
-            while len(self._matchers) > MAX_MATCHERS:
-                self._matchers.popitem(last=False)
-            words = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self._num_words]
-            if not matcher.is_error() and words.any():
-                return words
-        return self._only_eos()
+        if new and not matcher.consume_tokens(new):
+            raise self._given_up(request_id, matcher)
+        self._matchers[request_id] = (guide, matcher, len(output_token_ids))
+        self._matchers.move_to_end(request_id)
+        while len(self._matchers) > MAX_MATCHERS:
+            self._matchers.popitem(last=False)
+        words = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self._num_words]
+        if matcher.is_error():
+            raise self._given_up(request_id, matcher)
+        return words if words.any() else self._only_eos()
+
+    def _given_up(self, request_id: str, matcher: llguidance.LLMatcher) -> GuideLimit:
+        self._matchers.pop(request_id, None)
+        told = matcher.get_error().partition("<state>")[0]
+        return GuideLimit(f"the guide gave up: {_one_line(told)}")
 
     def _place(
         self, request_id: str, guide: Guide, num_tokens: int

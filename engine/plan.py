@@ -95,6 +95,8 @@ class StepResult:
     """request_id -> one line of reason."""
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     """request_id -> of its token, where they were asked for."""
+    cut_short: dict[str, str] = field(default_factory=dict)
+    """request_id -> why its answer cannot go on, though nothing is wrong with the engine."""
     candidates: dict[str, Candidates] = field(default_factory=dict)
     """request_id -> of a beam: its most probable next tokens, of which its token is the first."""
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
@@ -146,6 +148,15 @@ class BeamsEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class CutShort:
+    """An answer ends here with ERROR, without another token; its blocks are free."""
+
+    request_id: str
+    reason: str
+    """One line."""
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The engine gave this sequence up; its blocks are free."""
 
@@ -153,4 +164,4 @@ class Failed:
     reason: str
 
 
-EngineEvent = Picked | Computed | Sampled | BeamsEnded | Failed
+EngineEvent = Picked | Computed | Sampled | BeamsEnded | CutShort | Failed

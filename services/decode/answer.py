@@ -96,6 +96,11 @@ class Answer:
         else:
             self._emit(wire.DecodeEvent(request_id=self._request.request_id, tokens=tokens))
 
+    def cut_short(self, reason: str) -> None:
+        """It cannot go on: it ends with ERROR after what it has said, unless it has ended."""
+        if not self.ended.is_set():
+            self._finish(FinishReason.ERROR, reason, [])
+
     def picked(self, num_cached_tokens: int) -> None:
         """The scheduler gave a prompt that is prefilled here its blocks."""
         if not self.prefilled_here:

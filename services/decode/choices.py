@@ -76,6 +76,10 @@ class Choices:
         answer.push(sampled)
         return answer.ended.is_set()
 
+    def cut_short(self, index: int, reason: str) -> None:
+        """An answer cannot go on: it ends with ERROR after what it has said."""
+        self._answers[index].cut_short(reason)
+
     def found(self, hypotheses: Sequence[Hypothesis]) -> None:
         """A search has ended with these, the best first."""
         request_id = self._request.request_id

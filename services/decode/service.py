@@ -23,7 +23,7 @@ from typing import Any
 
 from engine.beams import Candidates
 from engine.core import EngineCore
-from engine.plan import BeamsEnded, EngineEvent, Failed, Picked, Sampled
+from engine.plan import BeamsEnded, CutShort, EngineEvent, Failed, Picked, Sampled
 from engine.request import Purpose, Request, TokenLogprobs, forks_of
 from engine.tokenizer import Tokenizer
 from kvtransfer.handoff.frames import First
@@ -100,6 +100,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
                 case Sampled():
                     if self._push(choices, indexes[event.request_id], event):
                         self._engine.finish(event.request_id)
+                case CutShort():
+                    choices.cut_short(indexes[event.request_id], event.reason)
                 case BeamsEnded():
                     self._found(choices, event)
                 case Picked():

@@ -2,7 +2,8 @@
 
     text     look for the marker that begins calls; without markers, for JSON at the beginning
     between  after the marker or a call: separators, another call, the end marker, or text again
-    call     one JSON object: first its name, then its arguments as they come (``call_object``)
+    call     one JSON object: first its name, then its arguments as they come (``call_object``);
+             or the name, a marker and the arguments (``call_named``)
 
 What turns out to be no call is text again, to the letter. The result does not depend on where the
 text is cut. Knows no model, only a ``CallSpelling``. Used by ``openai_answers``.
@@ -11,6 +12,7 @@ text is cut. Knows no model, only a ``CallSpelling``. Used by ``openai_answers``
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from services.router.call_named import NamedCall
 from services.router.call_object import CallObject, NoCallError
 
 _BLANKS = " \t\r\n"
@@ -19,7 +21,7 @@ _SEPARATORS = _BLANKS + "[],;"
 
 @dataclass(frozen=True, slots=True)
 class CallSpelling:
-    """What stands around a model's calls ``{"name": …, "arguments": {…}}``."""
+    """What stands around a model's calls ``{"name": …, "arguments": {…}}`` or ``name[ARGS]{…}``."""
 
     begin: str = ""
     """Before calls; empty: an answer that calls begins with them."""
@@ -27,6 +29,10 @@ class CallSpelling:
     """After each call; a model may leave it out."""
     ignored: str = ""
     """May stand before calls that have no ``begin``."""
+    args: str = ""
+    """Between name and arguments; empty: a call is one object. Needs ``begin``."""
+    call_id: str = ""
+    """With ``args``: may stand after the name, before an id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,9 @@ class CallReader:
         self._begun = 0
         self._may_begin = not spelling.begin
         self._in_calls = False
-        self._call: CallObject | None = None
+        self._call: CallObject | NamedCall | None = None
+        # Brackets begin markers where they do not stand around calls.
+        self._separators = _BLANKS if spelling.args else _SEPARATORS
         # Read, but not yet known to be text or not: what led here, and what followed.
         self._marker, self._held = "", ""
         self._parts: list[Part] = []
@@ -92,7 +100,7 @@ class CallReader:
         """What is left when the answer has ended."""
         cut_short = self._call is not None and self._call.name is not None
         leftover = self._marker + self._held
-        blank = _SEPARATORS if self._in_calls else _BLANKS
+        blank = self._separators if self._in_calls else _BLANKS
         if not cut_short and (leftover.strip(blank) or not self._begun):
             self._give_back()
         self._marker = self._held = ""
@@ -142,7 +150,7 @@ class CallReader:
             self._take(character)
 
     def _between(self, character: str) -> None:
-        said = self._held.lstrip(_SEPARATORS) + character
+        said = self._held.lstrip(self._separators) + character
         begin, end = self._spelling.begin, self._spelling.end
         if (end and end.startswith(said)) or (begin and begin.startswith(said)):
             self._held += character
@@ -154,15 +162,18 @@ class CallReader:
                 self._marker, self._held = self._marker + self._held, ""
         elif said != character:  # a marker that was none
             self._leave_calls(character)
-        elif character in _SEPARATORS:
+        elif character in self._separators:
             self._held += character
+        elif self._spelling.args:
+            self._call = NamedCall(self._spelling.args, self._spelling.call_id)
+            self._in_call(self._call, character)
         elif character == "{":
             self._held += character
             self._call = CallObject(self._names)
         else:
             self._leave_calls(character)
 
-    def _in_call(self, call: CallObject, character: str) -> None:
+    def _in_call(self, call: CallObject | NamedCall, character: str) -> None:
         known = call.name
         try:
             piece = call.take(character)

@@ -124,7 +124,7 @@ class Intake:
         if not chat.offered:
             return raw
         sampling, spelling = raw.sampling, raw.spelling
-        if self._model.tool_marker_id is not None:
+        if self._model.tool_marker_ids:
             sampling = replace(sampling, skip_special_tokens=False)
         if chat.tool_choice is ToolChoice.REQUIRED:
             if sampling.guide is not None:

@@ -5,6 +5,7 @@ Made by ``app`` from ``engine.loaders``, used by ``intake`` and by both public f
 """
 
 import asyncio
+from collections.abc import Iterable
 from threading import Lock
 
 from engine.chat import encode_chat
@@ -48,8 +49,8 @@ class ServedModel:
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.tool_style = style_of(tokenizer.chat_template)
-        self.tool_marker_id = _special_id(tokenizer, self.tool_style.marker)
-        """The special token that begins tool calls, if one does."""
+        self.tool_marker_ids = _special_ids(tokenizer, self.tool_style.markers)
+        """The special tokens that mark tool calls, by what they are spelled like."""
         self._guides: Guides | None = None
         self._making_guides = Lock()
         longest = max(
@@ -119,9 +120,7 @@ class ServedModel:
         """A guide under which the answer calls what ``chat`` says it must."""
         tools = [tool for tool in chat.tools if chat.forced_tool in ("", tool.name)]
         most_calls = chat.most_calls or MAX_FORCED_CALLS
-        begins = self.tool_style.spelling.begin
-        marker_id = self.tool_marker_id if begins else None
-        return forcing_guide(self.tool_style, tools, most_calls, marker_id)
+        return forcing_guide(self.tool_style, tools, most_calls, self.tool_marker_ids)
 
     async def encode_chat(self, chat: Chat) -> list[int]:
         """Token ids of a chat, up to where the answer begins.
@@ -147,7 +146,11 @@ class ServedModel:
         )
 
 
-def _special_id(tokenizer: Tokenizer, text: str) -> int | None:
-    """The special token that is spelled like ``text``."""
-    token_ids = tokenizer.encode(text, add_special_tokens=False) if text else []
-    return token_ids[0] if len(token_ids) == 1 and tokenizer.is_special(token_ids[0]) else None
+def _special_ids(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, int]:
+    """Of those texts that are spelled like one special token."""
+    found = {text: tokenizer.encode(text, add_special_tokens=False) for text in texts}
+    return {
+        text: token_ids[0]
+        for text, token_ids in found.items()
+        if len(token_ids) == 1 and tokenizer.is_special(token_ids[0])
+    }

@@ -39,9 +39,10 @@ class ToolStyle:
     id_letters: int = 24
 
     @property
-    def marker(self) -> str:
-        """What a tokenizer may hold as one special token."""
-        return self.spelling.begin or self.spelling.ignored
+    def markers(self) -> tuple[str, ...]:
+        """What a tokenizer may hold as one special token each."""
+        spelling = self.spelling
+        return tuple(filter(None, (spelling.begin or spelling.ignored, spelling.args)))
 
     def new_call_id(self) -> str:
         """Unique; some templates accept only ids of one form."""
@@ -58,6 +59,14 @@ STYLES = (
         before="\n",
         after="\n</tool_call>",
         between="\n<tool_call>",
+    ),
+    ToolStyle(
+        "mistral, named",
+        ("[TOOL_CALLS]", "[ARGS]"),
+        CallSpelling("[TOOL_CALLS]", args="[ARGS]", call_id="[CALL_ID]"),
+        between="[TOOL_CALLS]",
+        id_prefix="",
+        id_letters=9,
     ),
     ToolStyle(
         "mistral",
@@ -93,23 +102,30 @@ def shows_tools(chat_template: str | None) -> bool:
 
 
 def forcing_guide(
-    style: ToolStyle, tools: Sequence[Tool], most_calls: int, marker_id: int | None
+    style: ToolStyle, tools: Sequence[Tool], most_calls: int, marker_ids: Mapping[str, int]
 ) -> Guide:
     """A guide under which the answer is calls of ``tools`` and nothing else.
 
     Args:
-        marker_id: the token that ``style.spelling.begin`` is, where it is a special one.
+        marker_ids: the tokens that ``style.markers`` are, where they are special ones.
     """
-    begin = f"<[{marker_id}]>" if marker_id is not None else _literal(style.spelling.begin)
+
+    def marker(text: str) -> str:
+        return f"<[{marker_ids[text]}]>" if text in marker_ids else _literal(text)
+
+    begin = marker(style.spelling.begin)
     call = f"{_literal(style.before)} ({' | '.join(f'c{i}' for i in range(len(tools)))})"
-    more = f"({_literal(style.between)} call){{0,{most_calls - 1}}}" if most_calls > 1 else ""
+    more = f"({marker(style.between)} call){{0,{most_calls - 1}}}" if most_calls > 1 else ""
     lines = [
         f"start: {begin} {_literal(style.first)} call {more} {_literal(style.last)}",
         f"call: {call} {_literal(style.after)}",
     ]
     for index, tool in enumerate(tools):
-        opening = f'{{"name": {json.dumps(tool.name)}, "{style.arguments_key}": '
-        lines.append(f'c{index}: {_literal(opening)} a{index} "}}"')
+        if args := style.spelling.args:
+            lines.append(f"c{index}: {_literal(tool.name)} {marker(args)} a{index}")
+        else:
+            opening = f'{{"name": {json.dumps(tool.name)}, "{style.arguments_key}": '
+            lines.append(f'c{index}: {_literal(opening)} a{index} "}}"')
         lines.append(f"a{index}: %json {json.dumps(_strict(tool.parameters))}")
     return Guide(GuideKind.GRAMMAR, "\n".join(lines))
 

@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.kv.manager import KvManager
 from engine.loaders.files import ModelFiles
 from engine.loaders.open import open_model
-from engine.plan import Sampled
+from engine.plan import CutShort, Sampled
 from engine.request import FinishReason, Guide, GuideKind, Purpose, Request, SamplingParams
 from engine.runner import Runner
 from engine.scheduler import Scheduler
@@ -120,6 +120,31 @@ def test_a_guide_wins_over_every_other_parameter(
     for tokens, reason in answers.values():
         assert reason is FinishReason.STOP
         assert re.fullmatch(guide.source, files.tokenizer().decode(tokens))
+
+
+ALTERNATIVES = " | ".join(" ".join("s" * length) for length in range(2, 12))
+AMBIGUOUS = Guide(GuideKind.GRAMMAR, f'start: s\ns: "a" | {ALTERNATIVES}')
+"""More ways to read a few dozen letters than llguidance follows."""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_guide_that_gives_up_is_no_stop(runner: Runner, n: int) -> None:
+    kv = KvManager(120, CONFIG.block_size, "m")
+    scheduler = Scheduler(CONFIG, kv, [EOS], 250)
+    scheduler.add(request(1, AMBIGUOUS, logit_bias=((EOS, -100.0),), n=n), Purpose.LOCAL, 0.0)
+    scheduler.add(request(2, max_tokens=60), Purpose.LOCAL, 1.0)
+    told: dict[str, list[object]] = {}
+    while scheduler.has_work():
+        plan, _ = scheduler.plan(1000)
+        for event in scheduler.apply(plan, runner.run(plan)):
+            told.setdefault(event.request_id, []).append(event)
+        scheduler.check_integrity()
+    for name in ("r1", "r1/1")[:n]:
+        *written, last = told[name]
+        assert len(written) > 20 and all(isinstance(each, Sampled) for each in written)
+        assert isinstance(last, CutShort) and "max is 2000" in last.reason
+    assert all(isinstance(each, Sampled) for each in told["r2"])
+    assert kv.stats().held == 0
 
 
 def test_guided_and_free_answers_share_a_step(runner: Runner) -> None:

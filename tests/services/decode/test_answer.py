@@ -176,3 +176,13 @@ def test_a_later_attempt_does_not_tell_the_prompt_again() -> None:
     reader = Reader(earlier=b"a", prompt_logprobs=0)
     reader.push(b"b")
     assert not any(tokens.prompt_logprobs for tokens in reader.said)
+
+
+def test_an_answer_that_cannot_go_on_is_an_error_after_what_it_said() -> None:
+    reader = Reader(stop=("world",))
+    reader.push(b"hello wor")
+    reader.answer.cut_short("the guide gave up")
+    reader.answer.cut_short("twice")
+    assert (reader.text, reader.token_ids) == ("hello wor", b"hello wor")
+    assert reader.finished.finish_reason == public.FINISH_REASON_ERROR
+    assert reader.finished.stop_reason == "the guide gave up"

@@ -11,6 +11,7 @@ from services.router.call_reader import Arguments, CallBegins, CallReader, CallS
 
 HERMES = CallSpelling("<tool_call>", "</tool_call>")
 MISTRAL = CallSpelling("[TOOL_CALLS]")
+NAMED = CallSpelling("[TOOL_CALLS]", args="[ARGS]", call_id="[CALL_ID]")
 LLAMA = CallSpelling(ignored="<|python_tag|>")
 PLAIN = CallSpelling()
 NAMES = ("f", "g")
@@ -63,6 +64,14 @@ CALLS: list[tuple[CallSpelling, str, str, list[tuple[str, str]]]] = [
         [("f", '{"a": 1}'), ("g", "{}")],
     ),
     (
+        NAMED,
+        'Well. [TOOL_CALLS]f[ARGS]{"a": [1, "}"]}[TOOL_CALLS]g[CALL_ID]a1B[ARGS] {}',
+        "Well.",
+        [("f", '{"a": [1, "}"]}'), ("g", "{}")],
+    ),
+    (NAMED, '[TOOL_CALLS]h[ARGS]{"cut', "", [("h", '{"cut')]),
+    (NAMED, "[TOOL_CALLS]h[ARGS]{} and so on", " and so on", [("h", "{}")]),
+    (
         LLAMA,
         ' <|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
         "",
@@ -84,6 +93,10 @@ TEXTS = [
         for body in ("no", '{"x": 1}', '{"name": 3}', '{"na', "{]")
     ),
     *((MISTRAL, text) for text in ("[TOOL", "[TOOL_CALLS] none [1]", "[TOOL_CALLS][{}]")),
+    *(
+        (NAMED, f"a [TOOL_CALLS]{rest}")
+        for rest in ("", "no call", "f[ARG", "f[CALL_ID]x", "[ARGS]{}", "f[TOOL_CALLS]", "x" * 300)
+    ),
     *((LLAMA, text) for text in ("<|python", "<|python_tag|>print(1)", ' {"name": "h"}', "hi {}")),
     *(
         (PLAIN, text)
@@ -123,13 +136,13 @@ def test_names_and_arguments_are_told_at_once() -> None:
     assert reader.push("}</tool_call>") == reader.end() == []
 
 
-MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
 WORDS = ('"name"', '"f"', '"arguments"', '{"name": "f", "arguments": {"a": [1, "}"]}}', "null")
 ALPHABET = st.sampled_from([*'{}[]":,; \n\\x1', *MARKERS, *WORDS])
 
 
 @given(
-    st.sampled_from([HERMES, MISTRAL, LLAMA, PLAIN]),
+    st.sampled_from([HERMES, MISTRAL, NAMED, LLAMA, PLAIN]),
     st.lists(ALPHABET, max_size=20).map("".join),
     st.lists(st.integers(0, 200), max_size=8),
 )

@@ -47,6 +47,7 @@ NOW = Tool("now")
         ("{% for t in tools %}{{ t | tojson }}{% endfor %}", "plain"),
         ("... return a json object within <tool_call></tool_call> XML tags ...", "hermes"),
         ("{{- ' [TOOL_CALLS] [' }}", "mistral"),
+        ("{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", "mistral, named"),
         ("<|start_header_id|>{% if tools is not none %}<|python_tag|>", "llama"),
         ("<|start_header_id|>{{ messages }}", "plain"),
     ],
@@ -74,7 +75,7 @@ def byte_guides() -> Guides:
 
 def drawn(style: ToolStyle, most_calls: int, seed: int) -> str:
     """An answer of which every token was drawn at random from what the guide allows."""
-    guide = forcing_guide(style, [WEATHER, NOW], most_calls, None)
+    guide = forcing_guide(style, [WEATHER, NOW], most_calls, {})
     chance, output = random.Random(seed), list[int]()
     while len(output) < 2000:
         words = byte_guides().mask(f"{style.name}-{most_calls}-{seed}", guide, output)
@@ -104,14 +105,14 @@ def test_forced_answers_are_calls_and_nothing_else(style: ToolStyle, most_calls:
 
 def test_a_marker_that_is_a_special_token_is_forced_as_that_token() -> None:
     mistral = next(style for style in STYLES if style.name == "mistral")
-    guide = forcing_guide(mistral, [NOW], 1, ByteTokenizer.BOS)
+    guide = forcing_guide(mistral, [NOW], 1, {"[TOOL_CALLS]": ByteTokenizer.BOS})
     words = byte_guides().mask("special", guide, [])
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:258]
     assert np.flatnonzero(bits).tolist() == [ByteTokenizer.BOS]
 
 
 def test_a_schema_that_is_none_is_refused() -> None:
-    guide = forcing_guide(PLAIN, [Tool("f", "", {"type": "wizard"})], 1, None)
+    guide = forcing_guide(PLAIN, [Tool("f", "", {"type": "wizard"})], 1, {})
     with pytest.raises(InvalidRequest, match="wizard"):
         byte_guides().check(guide)
 
