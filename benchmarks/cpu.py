@@ -79,9 +79,10 @@ def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
 class Bench:
     """One model in one recipe."""
 
-    def __init__(self, model: str, weights: str) -> None:
+    def __init__(self, model: str, weights: str, kv_dtype: str) -> None:
         files = open_model(model)
-        choice = choose(EngineConfig(weights=weights, block_size=BLOCK_SIZE), files)
+        config = EngineConfig(weights=weights, kv_dtype=kv_dtype, block_size=BLOCK_SIZE)
+        choice = choose(config, files)
         self.config = files.config
         self.layout = choice.layout
         self.native = NativeLlama(
@@ -90,8 +91,7 @@ class Bench:
         most = max(b * (c + 1) for b in DECODE_BATCHES for c in DECODE_CONTEXTS)
         blocks = most // BLOCK_SIZE + max(DECODE_BATCHES)
         self.cache = PagedKvCache(self.layout, blocks)
-        for layer in self.cache.layers:
-            layer.fill_(0.01)
+        self.cache.fill(0x3C)  # small numbers in every dtype
 
     def prefill_s(self, num_tokens: int) -> float:
         ids = np.arange(100, 100 + num_tokens, dtype=np.int32)
@@ -116,12 +116,13 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--kv-dtype", default="auto", help="auto or int8")
     parser.add_argument("--weights", nargs="+", default=["bf16", "file", "int8"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     flops, bandwidth = matmul_flops(), read_bandwidth()
     print(f"bfloat16 matmul {flops / 1e9:.0f} GFLOP/s, memory read {bandwidth / 1e9:.1f} GB/s\n")
-    benches = {weights: Bench(options.model, weights) for weights in options.weights}
+    benches = {w: Bench(options.model, w, options.kv_dtype) for w in options.weights}
     print("| weights | prefill tokens | tokens/s | of the bf16 matmul rate |\n| - | - | - | - |")
     for num_tokens in PREFILL_TOKENS:
         for weights, bench in benches.items():

@@ -19,15 +19,22 @@ from engine.models.choose import choose
 from engine.models.on_native import FileWeights
 from engine.ops.cpu.native_model import NativeLlama, SequenceRows
 from engine.ops.cpu.weights import PackedWeights
+from engine.recipe import KV_DTYPES
 
 TEXT = Path(__file__).parent / "data" / "prose.txt"
-RECIPES = ("float32", "bf16", "int8", "file")
+RECIPES = tuple(
+    (weights, kv) for kv in KV_DTYPES for weights in ("float32", "bf16", "int8", "file")
+)
+"""Weights, and what KV is kept as."""
 BLOCK_SIZE = 16
 
 
-def all_logits(files: ModelFiles, token_ids: list[int], weights: str) -> torch.Tensor:
+def all_logits(
+    files: ModelFiles, token_ids: list[int], weights: str, kv_dtype: str = "auto"
+) -> torch.Tensor:
     """float32 [tokens, vocab_size] of one prompt, computed in one recipe."""
-    choice = choose(EngineConfig(weights=weights, block_size=BLOCK_SIZE), files)
+    config = EngineConfig(weights=weights, kv_dtype=kv_dtype, block_size=BLOCK_SIZE)
+    choice = choose(config, files)
     if not choice.is_native:
         raise ModelError("the native kernels do not run here: nothing to compare")
     num_blocks = choice.layout.num_blocks_for(len(token_ids))
@@ -51,17 +58,17 @@ def main() -> None:
     exact = all_logits(files, token_ids, "float32")
     base = perplexity(exact, token_ids)
     print(f"{files.model_id}, {len(token_ids)} tokens of {TEXT.name}\n")
-    print("| weights | perplexity | against float32 | same most likely token |")
-    print("| --- | --- | --- | --- |")
-    for weights in RECIPES:
+    print("| weights | KV | perplexity | against float32 | same most likely token |")
+    print("| --- | --- | --- | --- | --- |")
+    for weights, kv_dtype in RECIPES:
         try:
-            logits = all_logits(files, token_ids, weights)
+            logits = all_logits(files, token_ids, weights, kv_dtype)
         except ModelError as error:
-            print(f"| {weights} | {error} | | |")
+            print(f"| {weights} | {kv_dtype} | {error} | | |")
             continue
         ours = perplexity(logits, token_ids)
         same = (logits.argmax(-1) == exact.argmax(-1)).float().mean().item()
-        print(f"| {weights} | {ours:.3f} | {ours / base - 1:+.2%} | {same:.1%} |")
+        print(f"| {weights} | {kv_dtype} | {ours:.3f} | {ours / base - 1:+.2%} | {same:.1%} |")
 
 
 if __name__ == "__main__":

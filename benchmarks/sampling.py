@@ -79,8 +79,7 @@ def forward_s(files: ModelFiles, weights: str, rows: tuple[ScheduledSequence, ..
     config = EngineConfig(weights=weights)
     chosen = choose(config, files)
     cache = PagedKvCache(chosen.layout, len(rows) * len(rows[0].block_table))
-    for layer in cache.layers:
-        layer.fill_(0.5)
+    cache.fill(0x3C)  # small numbers in every dtype
     model = build(read_weights(config, files), files.config, 1, rows[0].end)
     with torch.inference_mode():
         return best_s(lambda: model.step(rows, cache, None))

@@ -98,7 +98,10 @@ class EngineConfig:
     device: str = "auto"
     """Where to compute: auto, cpu or cuda."""
     dtype: str = "auto"
-    """KV and compute type: auto, float32 or bfloat16. auto: what the weights go with."""
+    """Compute type: auto, float32 or bfloat16. auto: what the weights go with."""
+    kv_dtype: str = "auto"
+    """What KV is kept as: auto (as it is computed) or int8 (half of bfloat16, with a scale for
+    every token and head)."""
     weights: str = "auto"
     """Numeric recipe of the weights: auto, float32, bf16, int8 or file (the GGUF's own blocks)."""
     kernels: str = "auto"

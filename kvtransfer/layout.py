@@ -6,14 +6,17 @@ kvtransfer compares two of them to decide whether regions may travel verbatim.
 
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+SCALE_BYTES = {"int8": 2}
+"""Of the float16 scale that belongs to each token's key, or value, of each head."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """One tensor a layer, ``[num_blocks, 2, block_size, num_kv_heads, head_dim]``.
 
-    One (layer, block) is one contiguous region: keys, then values.
+    One (layer, block) is one contiguous region: keys, then values; of a dtype in ``SCALE_BYTES``
+    then the scales, ``[2, block_size, num_kv_heads]``. A value is its element times its scale.
     """
 
     dtype: str
@@ -29,8 +32,8 @@ class KvLayout:
     @property
     def region_bytes(self) -> int:
         """Bytes of one (layer, block)."""
-        per_token = self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
-        return 2 * self.block_size * per_token
+        per_head = self.head_dim * DTYPE_BYTES[self.dtype] + SCALE_BYTES.get(self.dtype, 0)
+        return 2 * self.block_size * self.num_kv_heads * per_head
 
     @property
     def block_bytes(self) -> int:

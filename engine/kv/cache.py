@@ -1,5 +1,7 @@
 """The KV memory of an engine: a tensor a layer, ``[num_blocks, 2, block_size, heads, head_dim]``.
 
+In int8 a layer is such a tensor and its scales, side by side in every block (``QuantizedLayer``).
+
 Rows are addressed without copies: seen as ``[num_blocks * 2 * block_size, heads, head_dim]``, the
 key of a token is at ``key_rows(slot)`` and its value ``block_size`` rows further.
 
@@ -9,6 +11,7 @@ whole blocks are read and written by kvtransfer, from other threads, through ``r
 
 import mmap
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,9 +51,23 @@ class PagedKvCache:
         self.num_blocks = num_blocks
         shape = (num_blocks, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
         memory = [_zeroed(num_blocks * layout.region_bytes) for _ in range(layout.num_layers)]
-        dtype = getattr(torch, layout.dtype)
         self._bytes = [memoryview(buffer) for buffer in memory]
-        self.layers = tuple(torch.frombuffer(b, dtype=dtype).view(shape) for b in memory)
+        self.layers: tuple[Layer, ...]
+        if layout.dtype == "int8":
+            self.layers = tuple(_quantized(buffer, num_blocks, layout) for buffer in memory)
+        else:
+            dtype = getattr(torch, layout.dtype)
+            self.layers = tuple(torch.frombuffer(b, dtype=dtype).view(shape) for b in memory)
+
+    def address(self, layer: int) -> int:
+        """Of the first byte of a layer."""
+        whole = self.layers[layer]
+        return (whole.elements if isinstance(whole, QuantizedLayer) else whole).data_ptr()
+
+    def fill(self, byte: int) -> None:
+        """Every byte of it: what was never written then has a value that is known."""
+        for layer in self._bytes:
+            layer[:] = bytes([byte]) * layer.nbytes
 
     def region(self, layer: int, block_id: int, num_blocks: int = 1) -> memoryview:
         """The writable bytes of adjacent blocks of one layer: ``num_blocks * region_bytes``.
@@ -74,11 +91,62 @@ class PagedKvCache:
 
         Args:
             rows: ``[tokens]``, from ``key_rows``.
-            keys, values: ``[tokens, num_kv_heads, head_dim]`` in the cache's dtype.
+            keys, values: ``[tokens, num_kv_heads, head_dim]`` in the cache's dtype; any that
+                floats have where that is int8.
         """
-        flat = self.layers[layer].flatten(0, 2)
+        whole = self.layers[layer]
+        if isinstance(whole, QuantizedLayer):
+            whole.write(rows, keys)
+            whole.write(rows + self.layout.block_size, values)
+            return
+        flat = whole.flatten(0, 2)
         flat.index_copy_(0, rows, keys)
         flat[self.layout.block_size :].index_copy_(0, rows, values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedLayer:
+    """KV in int8 with a scale for every token's key, and value, of every head."""
+
+    elements: Tensor
+    """int8 ``[num_blocks, 2 * block_size, heads, head_dim]``; blocks are a region apart."""
+    scales: Tensor
+    """float16 ``[num_blocks, 2 * block_size, heads]``; likewise."""
+
+    def write(self, rows: Tensor, x: Tensor) -> None:
+        """q = round(x / scale), scale = max|x| / 127 in float16. ``x``: [tokens, heads, dim]."""
+        block, row = rows // self.scales.shape[1], rows % self.scales.shape[1]
+        wide = x.float()
+        scales = (wide.abs().amax(-1) / 127).clamp(max=torch.finfo(torch.float16).max).half()
+        # A token of zeros has scale 0, and any inverse does.
+        inverse = scales.float().clamp(min=torch.finfo(torch.float16).smallest_normal / 1024)
+        self.elements[block, row] = (wide / inverse[..., None]).round().clamp(-127, 127).char()
+        self.scales[block, row] = scales
+
+    def read(self, rows: Tensor, heads: Tensor) -> Tensor:
+        """float32 ``[n, head_dim]`` of row i of ``rows`` and head i of ``heads``."""
+        block, row = rows // self.scales.shape[1], rows % self.scales.shape[1]
+        scales = self.scales[block, row, heads].float()
+        return self.elements[block, row, heads].float() * scales[:, None]
+
+    def dequantized(self, blocks: Tensor) -> Tensor:
+        """float32 ``[blocks, 2, block_size, heads, head_dim]``."""
+        wide = self.elements[blocks].float() * self.scales[blocks].float()[..., None]
+        return wide.unflatten(1, (2, -1))
+
+
+Layer = Tensor | QuantizedLayer
+
+
+def _quantized(memory: mmap.mmap, num_blocks: int, layout: KvLayout) -> QuantizedLayer:
+    num_rows, heads = 2 * layout.block_size, layout.num_kv_heads
+    num_elements = num_rows * heads * layout.head_dim
+    regions = torch.frombuffer(memory, dtype=torch.int8).view(num_blocks, layout.region_bytes)
+    elements, scales = regions[:, :num_elements], regions[:, num_elements:]
+    return QuantizedLayer(
+        elements.unflatten(1, (num_rows, heads, layout.head_dim)),
+        scales.view(torch.float16).unflatten(1, (num_rows, heads)),
+    )
 
 
 def _zeroed(num_bytes: int) -> mmap.mmap:

@@ -56,11 +56,11 @@ def choose(config: EngineConfig, files: ModelFiles) -> Choice:
         has_bfloat16=cpu_multiplies_bfloat16(),
         has_blocks=FileWeights(files).has_blocks,
     )
-    recipe = resolve_recipe(config.weights, config.dtype, machine)
+    recipe = resolve_recipe(config.weights, config.dtype, config.kv_dtype, machine)
     if is_native:
-        layout = NativeLlama.kv_layout(files.config, recipe.dtype, config.block_size)
+        layout = NativeLlama.kv_layout(files.config, recipe.kv_dtype, config.block_size)
     else:
-        layout = files.config.kv_layout(recipe.dtype, config.block_size)
+        layout = files.config.kv_layout(recipe.kv_dtype, config.block_size)
     return Choice(recipe, layout, is_native)
 
 

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from engine.kv.cache import Layer
 from engine.ops.batch import Batch
 from kvtransfer.layout import KvLayout
 
@@ -56,7 +57,7 @@ class Ops(Protocol[Prepared]):
     def attention(
         self,
         queries: Tensor,
-        layer: Tensor,
+        layer: Layer,
         prepared: Prepared,
         *,
         scale: float | None = None,
@@ -68,7 +69,7 @@ class Ops(Protocol[Prepared]):
         Args:
             queries: ``[rows, num_heads, head_dim]``.
             layer: the KV of one layer, ``[num_blocks, 2, block_size, num_kv_heads, head_dim]``;
-                that of the batch's own rows is already in it.
+                or the same in int8; that of the batch's own rows is already in it.
             scale: multiplies scores; None: head_dim ** -0.5.
             window: positions that a row sees, its own included; None: all.
             soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap); None: they stay.

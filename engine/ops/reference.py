@@ -6,6 +6,7 @@ Slow on purpose. Tests hold every backend against it; it can also run a model.
 import torch
 from torch import Tensor
 
+from engine.kv.cache import Layer, QuantizedLayer
 from engine.ops.batch import Batch
 from engine.ops.interface import Linear
 from kvtransfer.layout import KvLayout
@@ -44,7 +45,7 @@ class ReferenceOps:
     def attention(
         self,
         queries: Tensor,
-        layer: Tensor,
+        layer: Layer,
         prepared: Batch,
         *,
         scale: float | None = None,
@@ -54,7 +55,11 @@ class ReferenceOps:
         num_rows, num_heads, head_dim = queries.shape
         output = torch.empty_like(queries)
         for span in prepared.spans:
-            blocks = layer[torch.from_numpy(span.block_table)].float()
+            table = torch.from_numpy(span.block_table)
+            if isinstance(layer, QuantizedLayer):
+                blocks = layer.dequantized(table)
+            else:
+                blocks = layer[table].float()
             keys = blocks[:, 0].flatten(0, 1)[: span.end]
             values = blocks[:, 1].flatten(0, 1)[: span.end]
             rows = slice(span.first_row, span.first_row + span.num_rows)

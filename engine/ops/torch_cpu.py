@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kv.cache import key_rows
+from engine.kv.cache import Layer, QuantizedLayer, key_rows
 from engine.ops.batch import Batch, Span
 from engine.ops.interface import Linear
 from kvtransfer.layout import KvLayout
@@ -145,13 +145,16 @@ class TorchCpuOps:
     def attention(
         self,
         queries: Tensor,
-        layer: Tensor,
+        layer: Layer,
         prepared: PreparedAttention,
         *,
         scale: float | None = None,
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> Tensor:
+        dtype = queries.dtype
+        if isinstance(layer, QuantizedLayer):
+            queries = queries.float()
         output = torch.empty_like(queries)
         scoring = Scoring(queries.shape[-1] ** -0.5 if scale is None else scale, soft_cap)
         seen = prepared.within(window)
@@ -159,7 +162,7 @@ class TorchCpuOps:
             _attend_group(queries, layer, group, scoring, output)
         for chunk in seen.chunks:
             _attend_chunk(queries, layer, chunk, scoring, output)
-        return output.flatten(1)
+        return output.flatten(1).to(dtype)
 
 
 def group_by_length(spans: list[Span]) -> Iterator[list[Span]]:
@@ -190,7 +193,8 @@ def _head_rows(spans: list[Span], width: int, layout: KvLayout) -> Tensor:
 
 
 def _mask(hidden: Tensor, layout: KvLayout) -> Tensor:
-    zeros = torch.zeros(hidden.shape, dtype=getattr(torch, layout.dtype))
+    dtype = torch.float32 if layout.dtype == "int8" else getattr(torch, layout.dtype)
+    zeros = torch.zeros(hidden.shape, dtype=dtype)
     return zeros.masked_fill_(hidden, float("-inf"))
 
 
@@ -230,8 +234,13 @@ def _chunk(span: Span, layout: KvLayout, heads_per_kv: int) -> Chunk:
     return Chunk(_head_rows([span], span.end, layout), span.end, tuple(tiles))
 
 
-def _gather(layer: Tensor, head_rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """K and V as ``[sequences * num_kv_heads, width, head_dim]``."""
+def _gather(layer: Layer, head_rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """K and V as ``[sequences * num_kv_heads, width, head_dim]``; of int8 in float32."""
+    if isinstance(layer, QuantizedLayer):
+        _, num_rows, num_kv_heads, head_dim = layer.elements.shape
+        rows, heads = head_rows // num_kv_heads, head_rows % num_kv_heads
+        keys, values = layer.read(rows, heads), layer.read(rows + num_rows // 2, heads)
+        return keys.view(-1, width, head_dim), values.view(-1, width, head_dim)
     _, _, block_size, num_kv_heads, head_dim = layer.shape
     flat = layer.view(-1, head_dim)
     keys = flat.index_select(0, head_rows)
@@ -252,7 +261,7 @@ def _attend(
 
 
 def _attend_group(
-    queries: Tensor, layer: Tensor, group: DecodeGroup, scoring: Scoring, output: Tensor
+    queries: Tensor, layer: Layer, group: DecodeGroup, scoring: Scoring, output: Tensor
 ) -> None:
     _, num_heads, head_dim = queries.shape
     keys, values = _gather(layer, group.head_rows, group.width)
@@ -262,7 +271,7 @@ def _attend_group(
 
 
 def _attend_chunk(
-    queries: Tensor, layer: Tensor, chunk: Chunk, scoring: Scoring, output: Tensor
+    queries: Tensor, layer: Layer, chunk: Chunk, scoring: Scoring, output: Tensor
 ) -> None:
     _, num_heads, head_dim = queries.shape
     keys, values = _gather(layer, chunk.head_rows, chunk.width)

@@ -40,6 +40,7 @@ def serve(
     ] = "local",
     device: options.Device = ENGINE.device,
     dtype: options.Dtype = ENGINE.dtype,
+    kv_dtype: options.KvDtype = ENGINE.kv_dtype,
     weights: options.Weights = ENGINE.weights,
     kernels: options.Kernels = ENGINE.kernels,
     deterministic: options.Deterministic = ENGINE.deterministic,
@@ -84,6 +85,7 @@ def serve(
     engine = EngineConfig(
         device=device,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         weights=weights,
         kernels=kernels,
         deterministic=deterministic,
@@ -217,6 +219,7 @@ def worker(
     ] = STANDALONE_WORKER.metrics_port,
     device: options.Device = ENGINE.device,
     dtype: options.Dtype = ENGINE.dtype,
+    kv_dtype: options.KvDtype = ENGINE.kv_dtype,
     weights: options.Weights = ENGINE.weights,
     kernels: options.Kernels = ENGINE.kernels,
     deterministic: options.Deterministic = ENGINE.deterministic,
@@ -250,6 +253,7 @@ def worker(
     engine = EngineConfig(
         device=device,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         weights=weights,
         kernels=kernels,
         deterministic=deterministic,

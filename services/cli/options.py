@@ -61,6 +61,7 @@ Insecure = Annotated[bool, typer.Option("--insecure", help=field_help(RouterConf
 
 Device = Annotated[str, field_option(EngineConfig, "device", metavar="auto|cpu|cuda")]
 Dtype = Annotated[str, field_option(EngineConfig, "dtype", metavar="auto|float32|bfloat16")]
+KvDtype = Annotated[str, field_option(EngineConfig, "kv_dtype", metavar="auto|int8")]
 Weights = Annotated[
     str, field_option(EngineConfig, "weights", metavar="auto|float32|bf16|int8|file")
 ]

@@ -169,6 +169,7 @@ def validate_engine(engine: EngineConfig) -> None:
     """
     _check_choice("device", engine.device, ("auto", "cpu", "cuda"))
     _check_choice("dtype", engine.dtype, ("auto", "float32", "bfloat16"))
+    _check_choice("kv_dtype", engine.kv_dtype, ("auto", "int8"))
     _check_choice("schedule", engine.schedule, tuple(Schedule))
     if engine.deterministic and engine.kernels == "torch":
         raise InvalidArgument("--deterministic", "needs the native kernels: use --kernels auto")

@@ -7,7 +7,7 @@ for the length of every call. Called by ``native_model`` and by the kernels' tes
 import ctypes
 from pathlib import Path
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 FLOAT32, BFLOAT16, INT8, Q8_0, Q4_0, Q4_1 = range(6)
 KIND_NAMES = ("float32", "bfloat16", "int8", "Q8_0", "Q4_0", "Q4_1")

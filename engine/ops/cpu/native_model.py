@@ -30,6 +30,7 @@ from kvtransfer.layout import KvLayout
 CACHE_KINDS = {
     ("float32", "rows"): bindings.FLOAT32,
     ("bfloat16", "dot16"): bindings.BFLOAT16,
+    ("int8", "dot16"): bindings.INT8,
 }
 """KV layouts (dtype, order) that the kernels read."""
 
@@ -110,8 +111,8 @@ class NativeLlama:
 
     @staticmethod
     def kv_layout(config: ModelConfig, dtype: str, block_size: int) -> KvLayout:
-        """The KV layout that the kernels want for a dtype: float32 or bfloat16."""
-        order = {"float32": "rows", "bfloat16": "dot16"}[dtype]
+        """The KV layout that the kernels want for a dtype: float32, bfloat16 or int8."""
+        order = "rows" if dtype == "float32" else "dot16"
         return KvLayout(
             dtype, config.num_layers, config.num_kv_heads, config.head_dim, block_size, order
         )
@@ -278,7 +279,9 @@ def cache_struct(cache: PagedKvCache) -> tuple[bindings.Cache, object]:
     if kind is None:
         raise ValueError(f"native kernels do not read KV of {layout.dtype} in order {layout.order}")
     check_block_size(layout.block_size)
-    addresses = (ctypes.c_void_p * layout.num_layers)(*(t.data_ptr() for t in cache.layers))
+    addresses = (ctypes.c_void_p * layout.num_layers)(
+        *(cache.address(i) for i in range(layout.num_layers))
+    )
     struct = bindings.Cache(
         ctypes.addressof(addresses), layout.region_bytes, cache.num_blocks, layout.block_size, kind
     )

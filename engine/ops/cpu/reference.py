@@ -27,6 +27,14 @@ def bfloat16(values: npt.NDArray[np.floating]) -> Floats:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
+def int8_heads(values: Matrix) -> Matrix:
+    """``[..., head_dim]`` as an int8 KV cache holds them: max / 127, in float16, times integers."""
+    peaks = np.abs(values.astype(np.float32)).max(axis=-1, keepdims=True)
+    scales = (peaks / np.float32(127)).astype(np.float16).astype(np.float64)
+    inverses = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
+    return np.clip(np.rint(values * inverses), -127, 127) * scales
+
+
 def activations(x: Floats, kind: int) -> Matrix:
     """Input rows as a weight kind sees them: rounded to bfloat16, or to int8 in groups."""
     if kind == bindings.FLOAT32:

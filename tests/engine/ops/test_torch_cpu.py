@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv.cache import PagedKvCache
+from engine.kv.cache import Layer, PagedKvCache, key_rows
 from engine.ops.batch import Batch, Span, make_batch
 from engine.ops.reference import ReferenceOps
 from engine.ops.torch_cpu import MOST_PADDING, TorchCpuOps, group_by_length
@@ -80,7 +80,7 @@ def test_linear_without_mkldnn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def attention_case(
     spans: list[tuple[int, int]], layout: KvLayout, seed: int
-) -> tuple[Batch, torch.Tensor]:
+) -> tuple[Batch, Layer]:
     """A batch of (start, end) spans over shuffled blocks, and a layer where all else is NaN."""
     draw = random.Random(seed)
     needed = [layout.num_blocks_for(end) for _, end in spans]
@@ -91,13 +91,17 @@ def attention_case(
         table = tuple(blocks.pop() for _ in range(count))
         sequences.append(ScheduledSequence("r", (1,) * (end - start), start, table, True, GREEDY))
     batch = make_batch(tuple(sequences), layout.block_size)
-    layer = PagedKvCache(layout, sum(needed) + 3).layers[0].fill_(float("nan"))
+    cache = PagedKvCache(layout, sum(needed) + 3)
+    cache.fill(0xFF)  # NaN in every dtype
+    dtype = torch.float32 if layout.dtype == "int8" else getattr(torch, layout.dtype)
     for sequence in sequences:
-        for position in range(sequence.end):
-            block = sequence.block_table[position // layout.block_size]
-            row = layer[block, :, position % layout.block_size]
-            row.copy_(torch.randn(row.shape))
-    return batch, layer
+        at = np.arange(sequence.end)
+        table = np.array(sequence.block_table)
+        slots = table[at // layout.block_size] * layout.block_size + at % layout.block_size
+        rows = key_rows(torch.from_numpy(slots), layout.block_size)
+        shape = (sequence.end, layout.num_kv_heads, layout.head_dim)
+        cache.write(0, rows, torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
+    return batch, cache.layers[0]
 
 
 def check_attention(
@@ -105,7 +109,9 @@ def check_attention(
 ) -> None:
     torch.manual_seed(seed)
     batch, layer = attention_case(spans, layout, seed)
-    queries = torch.randn(len(batch.token_ids), num_heads, layout.head_dim).to(layer.dtype)
+    queries = torch.randn(len(batch.token_ids), num_heads, layout.head_dim)
+    if layout.dtype != "int8":
+        queries = queries.to(getattr(torch, layout.dtype))
     prepared = OPS.prepare_attention(batch, layout, num_heads)
     got = OPS.attention(queries, layer, prepared)
     expected = ORACLE.attention(queries, layer, ORACLE.prepare_attention(batch, layout, num_heads))
@@ -113,7 +119,7 @@ def check_attention(
     assert_close(got, expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(
     "spans",
     [

@@ -16,7 +16,7 @@ from engine.ops.cpu import kv_order, reference
 from engine.ops.cpu.native_model import NativeLlama
 from tests.engine.ops_cpu.kernels import Kernels
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "int8")
 LAYER, NUM_LAYERS, NUM_BLOCKS = 1, 2, 64
 
 
@@ -56,8 +56,7 @@ class Bench:
         self.dtype = dtype
         layout = NativeLlama.kv_layout(self.config, dtype, block_size)
         self.cache = PagedKvCache(layout, NUM_BLOCKS)
-        for layer in self.cache.layers:
-            layer.fill_(float("nan"))  # what was never written must never matter
+        self.cache.fill(0xFF)  # NaN, and NaN scales: what was never written must never matter
         self._random = np.random.default_rng(num_heads * head_dim)
         self._free = list(self._random.permutation(NUM_BLOCKS).astype(np.int32))
 
@@ -94,18 +93,19 @@ class Bench:
         at = np.arange(sequence.length)
         rotated = reference.rotary(qkv[:, : heads + kv].astype(float), at, config.rope_theta)
         queries, keys, values = rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv :]
-        if self.dtype == "bfloat16":
+        if self.dtype != "float32":
             # Queries are scaled before they are rounded.
             scale = np.log2(np.e) / np.sqrt(config.head_dim)
             queries = reference.bfloat16(queries * scale) / scale
-            keys, values = reference.bfloat16(keys), reference.bfloat16(values)
+            rounded = reference.bfloat16 if self.dtype == "bfloat16" else reference.int8_heads
+            keys, values = rounded(keys), rounded(values)
         return queries.astype(float), keys.astype(float), values.astype(float)
 
     @property
     def tolerance(self) -> float:
         """Relative to the largest value: weights are rounded to 2^-9, and an angle's float32
         cosine may round a key to the other neighbour."""
-        return 2**-7 if self.dtype == "bfloat16" else 2e-5
+        return 2e-5 if self.dtype == "float32" else 2**-7
 
     def assert_close(self, y: np.ndarray, sequence: Sequence, rows: int) -> None:
         expected = self.expected(sequence, rows)
@@ -218,3 +218,21 @@ def test_dot_order_is_what_kv_order_says(kernels: Kernels, block_size: int) -> N
     assert np.abs(as_floats[0] - keys).max() <= 2**-7 * np.abs(keys).max()
     back = kv_order.dot16_from_rows(rows, layout)
     assert (back == stored.reshape(NUM_BLOCKS, -1)).all()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-9, 3e-6, 1.0, 1e5, 1e9])
+def test_int8_holds_any_size(kernels: Kernels, size: float) -> None:
+    """Below and above what a float16 scale can say, too: no wrap, no NaN."""
+    bench = Bench("int8", 2, 2, 32)
+    sequence = bench.sequence(20)
+    width = (bench.config.num_heads + 2 * bench.config.num_kv_heads) * 32
+    qkv = np.random.default_rng(3).standard_normal((20, width)).astype(np.float32)
+    qkv[:, 64:] *= size
+    y = kernels.attention(bench.config, bench.cache, LAYER, [(0, 20, sequence.table)], qkv)
+    sequence.qkv.append(qkv)
+    sequence.length = 20
+    assert np.isfinite(y).all()
+    if size <= 1.0:
+        # Keys of any size that a float16 scale can say; the largest values are cut off there.
+        expected = bench.expected(sequence, 20)
+        assert np.abs(y - expected).max() <= bench.tolerance * max(np.abs(expected).max(), 1e-30)

@@ -73,7 +73,12 @@ class Bench:
     """One packed model and a cache whose unused rows are not zero."""
 
     def __init__(
-        self, files: ModelFiles, recipe: str, chosen: InstructionSet | None = None, threads: int = 1
+        self,
+        files: ModelFiles,
+        recipe: str,
+        chosen: InstructionSet | None = None,
+        threads: int = 1,
+        kv_dtype: str = "",
     ) -> None:
         self.model = NativeLlama(
             files.config,
@@ -82,10 +87,9 @@ class Bench:
             instruction_set=chosen,
         )
         dtype = "float32" if recipe == "float32" else "bfloat16"
-        layout = NativeLlama.kv_layout(files.config, dtype, 16)
+        layout = NativeLlama.kv_layout(files.config, kv_dtype or dtype, 16)
         self.cache = PagedKvCache(layout, NUM_BLOCKS)
-        for layer in self.cache.layers:
-            layer.fill_(7.0)
+        self.cache.fill(0x3C)
 
     def rows(self, ids: list[list[int]], chunks: list[int]) -> list[torch.Tensor]:
         """Logits of every row of every sequence; all advance together, ``chunks`` rows a step."""
@@ -159,6 +163,19 @@ def test_rounded_recipes_stay_near_float32(
     right = Bench(files, "float32", instruction_set).rows(prompts(), [99] * 5)
     got = Bench(files, recipe, instruction_set).rows(prompts(), [1, 7, 16, 1, 13])
     check_near(got, right, recipe)
+
+
+@pytest.mark.timeout(300)
+def test_int8_kv_stays_near_float32_however_it_is_cut(
+    instruction_set: InstructionSet, tmp_path: Path
+) -> None:
+    files = open_model(str(make_tiny_model(tmp_path / "tiny")))
+    right = Bench(files, "float32", instruction_set).rows(prompts(), [99] * 5)
+    bench = Bench(files, "float32", instruction_set, kv_dtype="int8")
+    whole, cut = bench.rows(prompts(), [99] * 5), bench.rows(prompts(), [1, 7, 16, 1, 13])
+    check_near(cut, right, "bf16")
+    for a, b in zip(whole, cut, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -20,14 +21,20 @@ from tests.services.worker.pair import TOKEN, Pair, Registry, router_of
 ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=1 << 24)
 
 
-@pytest.fixture
-async def pair(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+KINDS = {"as computed": ENGINE, "int8 KV": replace(ENGINE, kv_dtype="int8")}
+"""Of KV: each must arrive as it was sent."""
+
+
+@pytest.fixture(params=["as computed"])
+async def pair(
+    request: pytest.FixtureRequest, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Pair]:
     monkeypatch.setenv("KVRELAY_CLUSTER_TOKEN", TOKEN)
     registry = Registry()
     router = router_of(registry)
     await router.start()
     workers = [
-        Worker(WorkerConfig(str(tiny_model), role, router.address, engine=ENGINE))
+        Worker(WorkerConfig(str(tiny_model), role, router.address, engine=KINDS[request.param]))
         for role in (Role.PREFILL, Role.DECODE)
     ]
     for worker in workers:
@@ -46,6 +53,7 @@ def prompt(length: int) -> list[int]:
     return random.Random(length).choices(range(250), k=length)
 
 
+@pytest.mark.parametrize("pair", KINDS, indirect=True)
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 300])
 async def test_handed_off_equals_local(pair: Pair, length: int) -> None:
     local, ended = await pair.answer(await pair.start(prompt(length), handoff=False))

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define KVR_ABI_VERSION 2
+#define KVR_ABI_VERSION 3
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -78,7 +78,7 @@ struct KvrCache {
   int64_t region_bytes;
   int32_t num_blocks;
   int32_t block_size;  // a multiple of 16
-  int32_t kind;        // KVR_FLOAT32 (rows) or KVR_BFLOAT16 (dot16)
+  int32_t kind;        // KVR_FLOAT32 (rows), KVR_BFLOAT16 or KVR_INT8 (dot16)
   int32_t reserved;
 };
 

@@ -67,27 +67,33 @@ AttendTiles attend_tiles(std::index_sequence<r...>) {
 }
 
 #if defined(KVR_AMX)
-template <size_t... r>
+template <class Dot, size_t... r>
 AttendTiles attend_matrix_tiles(std::index_sequence<r...>) {
-  static constexpr AttendTile tiles[] = {attend_matrix_tile<int(r) + 1>...};
+  static constexpr AttendTile tiles[] = {attend_matrix_tile<Dot, int(r) + 1>...};
   return {tiles, sizeof...(r)};
 }
-AttendTiles attend_tiles_of(Bfloat16Dot, int head_dim) {
-  if (head_dim % kMatrixInputs == 0) {
-    return attend_matrix_tiles(std::make_index_sequence<kMatrixRows>());
-  }
-  return attend_tiles<Bfloat16Dot>(std::make_index_sequence<kTileRows>());
-}
-#else
-AttendTiles attend_tiles_of(Bfloat16Dot, int) {
-  return attend_tiles<Bfloat16Dot>(std::make_index_sequence<kTileRows>());
-}
 #endif
-AttendTiles attend_tiles_of(Float32Dot, int) {
-  return attend_tiles<Float32Dot>(std::make_index_sequence<kTileRows>());
+
+template <class Dot>
+AttendTiles attend_tiles_of(int head_dim) {
+#if defined(KVR_AMX)
+  if constexpr (Dot::kPerLane == 2) {
+    if (head_dim % kMatrixInputs == 0) {
+      return attend_matrix_tiles<Dot>(std::make_index_sequence<kMatrixRows>());
+    }
+  }
+#endif
+  (void)head_dim;
+  return attend_tiles<Dot>(std::make_index_sequence<kTileRows>());
 }
 
-// Where attention reads the pages of one head: in place for dot16, from `room` for rows.
+// Scales of a chunk's tokens, where KV is int8.
+struct ChunkScales {
+  alignas(64) float keys[kChunkTokens];
+  alignas(64) float values[kChunkTokens];
+};
+
+// Where attention reads the pages of one head: in place for bfloat16, else from `room`.
 class PageReader {
  public:
   // Lanes of a page's keys, and as many of its values.
@@ -96,8 +102,9 @@ class PageReader {
     return size_t(kPageTokens) * head_dim / Dot::kPerLane;
   }
 
-  PageReader(const KvView& kv, const int32_t* block_table, int end, int32_t* room)
-      : kv_(kv), block_table_(block_table), end_(end), room_(room) {}
+  PageReader(const KvView& kv, const int32_t* block_table, int end, int32_t* room,
+             ChunkScales* scales)
+      : kv_(kv), block_table_(block_table), end_(end), room_(room), scales_(scales) {}
 
   // keys[i] and values[i]: the page of `position`, ready to multiply. Values of tokens from the
   // end on are zeroed in a copy: they are masked, but what lies there may be NaN.
@@ -113,6 +120,29 @@ class PageReader {
     }
     std::memset(copy + (valid + 1) / 2 * dim, 0, size_t(kPageTokens / 2 - (valid + 1) / 2) * dim * 4);
     *values = copy;
+  }
+  void read(Int8Dot, int position, int head, int slot, const int32_t** keys,
+            const int32_t** values) const {
+    const int valid = std::min(kPageTokens, end_ - position), dim = kv_.head_dim;
+    const int8_t* page = kv_.keys_int8(block_table_, position, head);
+    const bool is_last = position + kPageTokens >= end_;
+    const int8_t* next = is_last ? page : kv_.keys_int8(block_table_, position + kPageTokens, head);
+    uint16_t* to = reinterpret_cast<uint16_t*>(room_) + size_t(slot) * 2 * kPageTokens * dim;
+    for (int i = 0; i < 2 * kPageTokens * dim; i += 32) {
+      __builtin_prefetch(next + i);
+      widen_bytes(page + i, to + i);
+    }
+    const uint16_t* scales = kv_.scales(block_table_, position, head);
+    float* key_scales = scales_->keys + slot * kPageTokens;
+    float* value_scales = scales_->values + slot * kPageTokens;
+    for (int t = 0; t < kPageTokens; t += kLanes) {
+      // What lies after the last token may be anything: it is masked, and must weigh 0, not NaN.
+      store(key_scales + t, first_lanes(valid - t, load_f16(scales + t), zeros()));
+      store(value_scales + t,
+            first_lanes(valid - t, load_f16(scales + kPageTokens + t), zeros()));
+    }
+    *keys = reinterpret_cast<const int32_t*>(to);
+    *values = reinterpret_cast<const int32_t*>(to + size_t(kPageTokens) * dim);
   }
   void read(Float32Dot, int position, int head, int slot, const int32_t** keys,
             const int32_t** values) const {
@@ -142,6 +172,7 @@ class PageReader {
   const int32_t* block_table_;
   int end_;
   int32_t* room_;
+  ChunkScales* scales_;
 };
 
 template <class Dot>
@@ -168,6 +199,11 @@ void look_ahead(Bfloat16Dot, const PageReader& reader, int end, int next_first, 
     }
   }
 }
+// Pages that are copied anyway: they are fetched when they are read.
+void look_ahead(Int8Dot, const PageReader&, int, int, int, Chunk* chunk) {
+  std::copy(chunk->keys, chunk->keys + chunk->pages, chunk->next_keys);
+  std::copy(chunk->values, chunk->values + chunk->pages, chunk->next_values);
+}
 void look_ahead(Float32Dot, const PageReader&, int, int, int, Chunk* chunk) {
   std::copy(chunk->keys, chunk->keys + chunk->pages, chunk->next_keys);
   std::copy(chunk->values, chunk->values + chunk->pages, chunk->next_values);
@@ -182,7 +218,7 @@ class Attention {
         queries_(reinterpret_cast<const int32_t*>(queries)),
         rows_(rows),
         group_(model.num_heads / model.num_kv_heads),
-        tiles_(attend_tiles_of(Dot(), model.head_dim)),
+        tiles_(attend_tiles_of<Dot>(model.head_dim)),
         out_(out) {}
 
   static size_t scratch_bytes(const KvrModel& model) {
@@ -208,11 +244,15 @@ class Attention {
     std::fill_n(states.outputs, size_t(rows) * heads * model_.head_dim, 0.0f);
     for (int r = 0; r < rows; r++) visible_until[r] = task.rows.start + r / group_ + 1;
 
-    const PageReader reader(kv_, task.rows.block_table, end, room);
+    ChunkScales scales;
+    const PageReader reader(kv_, task.rows.block_table, end, room, &scales);
     for (int first = 0; first < end; first += kChunkTokens) {
       for (int head = task.first_head; head < task.end_head; head++) {
         Chunk chunk;
         chunk.head_dim = model_.head_dim;
+        chunk.key_scales = scales.keys;
+        chunk.value_scales = scales.values;
+        if (std::is_same<Dot, Int8Dot>::value) std::memset(&scales, 0, sizeof scales);
         read_chunk<Dot>(reader, first, end, head, &chunk);
         const bool last_head = head + 1 == task.end_head;
         look_ahead(Dot(), reader, end, last_head ? first + kChunkTokens : first,
@@ -294,6 +334,8 @@ void attend(Pool& pool, std::vector<Scratch>& worker_scratch, const KvrModel& mo
   const std::vector<Task> tasks = cut_into_tasks(model, segments, pool.threads());
   if (cache.kind == KVR_FLOAT32) {
     attend_with<Float32Dot>(pool, worker_scratch, model, kv, tasks, queries, rows, out);
+  } else if (cache.kind == KVR_INT8) {
+    attend_with<Int8Dot>(pool, worker_scratch, model, kv, tasks, queries, rows, out);
   } else {
     attend_with<Bfloat16Dot>(pool, worker_scratch, model, kv, tasks, queries, rows, out);
   }

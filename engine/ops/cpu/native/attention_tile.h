@@ -6,6 +6,8 @@
 // it was batched.
 #pragma once
 
+#include <type_traits>
+
 #include "kv_pages.h"
 #include "tiles.h"
 
@@ -28,6 +30,9 @@ struct Chunk {
   int first_position;
   int pages;
   int head_dim;
+  // Of int8 KV: [kChunkTokens], and zeros from the last token on.
+  const float* key_scales;
+  const float* value_scales;
 };
 
 // Running state of query rows; pointers to the tile's first row.
@@ -77,11 +82,19 @@ KVR_INLINE void mask_scores(float* scores, int tokens, int visible) {
   }
 }
 
-// Turns a row's scores into weights 2^(score - peak), in place. Positions from `visible` on weigh
-// nothing. Returns the factor that the row's earlier sums and outputs shrink by.
+// Turns a row's scores into weights 2^(score - peak), in place; of int8 KV into weights of the
+// values' bytes. Positions from `visible` on weigh nothing. Returns the factor that the row's
+// earlier sums and outputs shrink by.
 template <class Dot>
-KVR_INLINE float weigh_scores(float* scores, int tokens, int visible, float* peak, float* sum_) {
+KVR_INLINE float weigh_scores(const Chunk& chunk, float* scores, int tokens, int visible,
+                              float* peak, float* sum_) {
   constexpr int kDegree = Dot::kPerLane == 2 ? 4 : 6;
+  constexpr bool kScaled = std::is_same<Dot, Int8Dot>::value;
+  if (kScaled) {
+    for (int i = 0; i < tokens; i += kLanes) {
+      store(scores + i, load(scores + i) * load(chunk.key_scales + i));
+    }
+  }
   mask_scores(scores, tokens, visible < tokens ? visible : tokens);
   Floats most[kPassVectors];
   KVR_UNROLL for (int j = 0; j < kPassVectors; j++) most[j] = splat(kMasked);
@@ -100,7 +113,8 @@ KVR_INLINE float weigh_scores(float* scores, int tokens, int visible, float* pea
       const int at = i + j * kLanes;
       const Floats weights = exp2<kDegree>(load(scores + at) - now_lanes);
       total[j] = total[j] + weights;
-      store_weights(Dot(), scores, at, weights);
+      store_weights(Dot(), scores, at,
+                    kScaled ? weights * load(chunk.value_scales + at) : weights);
     }
   }
   const float shrink = now == before ? 1.0f : __builtin_exp2f(before - now);
@@ -152,7 +166,7 @@ void attend_tile(const Chunk& chunk, const int32_t* queries, const int* visible_
   score_pages<Dot, R>(chunk, pages, queries, scores);
   float shrink[R];
   for (int r = 0; r < R; r++) {
-    shrink[r] = weigh_scores<Dot>(scores + r * kScoreStride, pages * kPageTokens,
+    shrink[r] = weigh_scores<Dot>(chunk, scores + r * kScoreStride, pages * kPageTokens,
                                   visible_until[r] - chunk.first_position, states.peaks + r,
                                   states.sums + r);
   }

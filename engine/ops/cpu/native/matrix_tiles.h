@@ -210,7 +210,7 @@ KVR_INLINE void add_values_matrix(const Chunk& chunk, int pages, const float* we
 }
 
 // As attend_tile, for up to 16 rows; head_dim a multiple of 32.
-template <int R>
+template <class Dot, int R>
 void attend_matrix_tile(const Chunk& chunk, const int32_t* queries, const int* visible_until,
                         const RowStates& states, float* scores) {
   const int seen = visible_until[R - 1] - chunk.first_position;
@@ -219,8 +219,8 @@ void attend_matrix_tile(const Chunk& chunk, const int32_t* queries, const int* v
   if (matrix_shapes != 100 + R) shape_attention(R);
   score_pages_matrix(chunk, pages, queries, scores);
   for (int r = 0; r < R; r++) {
-    const float shrink = weigh_scores<Bfloat16Dot>(
-        scores + r * kScoreStride, pages * kPageTokens, visible_until[r] - chunk.first_position,
+    const float shrink = weigh_scores<Dot>(
+        chunk, scores + r * kScoreStride, pages * kPageTokens, visible_until[r] - chunk.first_position,
         states.peaks + r, states.sums + r);
     if (shrink == 1.0f) continue;
     float* out = states.outputs + r * chunk.head_dim;

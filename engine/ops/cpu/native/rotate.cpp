@@ -64,6 +64,7 @@ void rotate_and_write(const KvrModel& model, const KvrCache& cache, int layer,
   for (int i = first; i < last; i++) {
     const int row = segment.first_row + i;
     const auto rotate_one = cache.kind == KVR_FLOAT32 ? rotate_row<Float32Dot>
+                            : cache.kind == KVR_INT8  ? rotate_row<Int8Dot>
                                                       : rotate_row<Bfloat16Dot>;
     rotate_one(model, kv, norms, segment.block_table, segment.start + i, qkv + row * width, rows,
                row, queries);

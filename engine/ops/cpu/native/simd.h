@@ -51,6 +51,15 @@ KVR_INLINE uint16_t to_bf16(float x) {
   std::memcpy(&bits, &x, 4);
   return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // nearest, ties to even
 }
+// The nearest float16, ties to even; the largest one for all that is larger. x >= 0.
+inline uint16_t to_f16(float x) {
+  if (!(x < 65504.0f)) return 0x7bff;
+  if (x < 6.103515625e-05f) return uint16_t(__builtin_rintf(x * 16777216.0f));  // subnormal
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  bits += 0xfff + ((bits >> 13) & 1);
+  return uint16_t((bits - 0x38000000u) >> 13);
+}
 KVR_INLINE float from_bf16(uint16_t x) {
   const uint32_t bits = uint32_t(x) << 16;
   float value;

@@ -51,6 +51,10 @@ KVR_INLINE __m128i low_halves(__m256i v) {  // of 32-bit lanes that fit 16 bits
   const __m256i packed = _mm256_packus_epi32(v, v);
   return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 }
+// 32 integers as bfloat16, which holds every int8.
+KVR_INLINE void widen_bytes(const int8_t* q, uint16_t* to) {
+  for (int i = 0; i < 32; i++) to[i] = to_bf16(float(q[i]));
+}
 KVR_INLINE void store_bytes(int8_t* p, Ints v) {
   const __m128i halves = low_halves(_mm256_and_si256((__m256i)v, _mm256_set1_epi32(0xff)));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(halves, halves));

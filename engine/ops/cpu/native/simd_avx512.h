@@ -41,7 +41,16 @@ KVR_INLINE void store_bytes(int8_t* p, Ints v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)v));
 }
 
+KVR_INLINE __m512 floats_of_bytes(const int8_t* q) {
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q))));
+}
+
 #if defined(__AVX512BF16__)
+// 32 integers as bfloat16, which holds every int8.
+KVR_INLINE void widen_bytes(const int8_t* q, uint16_t* to) {
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(floats_of_bytes(q + 16), floats_of_bytes(q)));
+}
 KVR_INLINE void store_bf16(uint16_t* p, Floats v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)v));
 }
@@ -50,6 +59,13 @@ KVR_INLINE Floats dot_pairs(Floats acc, Ints w, Ints x) {
   return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
 }
 #else
+KVR_INLINE void widen_bytes(const int8_t* q, uint16_t* to) {
+  for (int i = 0; i < 32; i += 16) {
+    const __m512i bits = _mm512_castps_si512(floats_of_bytes(q + i));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+  }
+}
 KVR_INLINE void store_bf16(uint16_t* p, Floats v) {
   const Ints bits = as_ints(v), odd = (bits >> 16) & 1;
   const __m512i rounded = _mm512_srli_epi32((__m512i)(bits + 0x7fff + odd), 16);

@@ -53,6 +53,10 @@ KVR_INLINE Floats first_lanes(int count, Floats v, Floats other) {
 KVR_INLINE Floats load_f16(const uint16_t* p) {
   return Floats{from_f16(p[0]), from_f16(p[1]), from_f16(p[2]), from_f16(p[3])};
 }
+// 32 integers as bfloat16, which holds every int8.
+KVR_INLINE void widen_bytes(const int8_t* q, uint16_t* to) {
+  for (int i = 0; i < 32; i++) to[i] = to_bf16(float(q[i]));
+}
 KVR_INLINE void store_bytes(int8_t* p, Ints v) {
   for (int i = 0; i < 4; i++) p[i] = int8_t(v[i]);
 }
