@@ -207,11 +207,13 @@ class Flight:
             return self._failed(sequences[0], reason)
         if any(row.request_id not in result.candidates for row in rows):
             return []  # thrown away: all are planned again
+        events: list[EngineEvent] = []
         for row, sequence in zip(rows, sequences, strict=True):
             self._set_computed(sequence, row.end)
             if sequence.state is _S.PREFILLING:
                 sequence.advance(_E.JOIN)
-        return self._beam_steps.advance(beams, result.candidates)
+                events.append(Computed(sequence.request_id, row.end))
+        return events + self._beam_steps.advance(beams, result.candidates)
 
     def _computed(
         self, sequence: Sequence, row: ScheduledSequence, result: StepResult

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from engine.beams import Candidates
 from engine.config import ModelConfig
 from engine.kv.manager import BlockCopy
 from engine.plan import ScheduledSequence, StepPlan, StepResult
@@ -150,6 +151,7 @@ class MockRunner:
         """The tokens of a plan whose rows are written, each from the rows as they are now."""
         tokens: dict[str, int] = {}
         failures: dict[str, str] = {}
+        candidates: dict[str, Candidates] = {}
         for sequence in plan.sequences:
             if not sequence.samples:
                 continue
@@ -161,7 +163,9 @@ class MockRunner:
                 else:
                     last = int(self.cache.read(0, at[-1:])[0, 0, 0, 0])
                     tokens[each.request_id] = _token(last, each.end, each.sampling)
-        return StepResult(tokens, failures)
+                    if (search := each.sampling.beam_search) is not None:
+                        candidates[each.request_id] = _candidates(last, 2 * search.width)
+        return StepResult(tokens, failures, candidates=candidates)
 
     def _slots(self, sequence: ScheduledSequence) -> npt.NDArray[np.int64]:
         """Of positions 0 .. end - 1."""
@@ -241,6 +245,13 @@ def _token(checksum: int, position: int, sampling: SamplingParams) -> int:
     if sampling.temperature > 0:
         checksum ^= _mix(_mix(sampling.seed + 1) + position)
     return TOKENS[_mix(checksum) % len(TOKENS)]
+
+
+def _candidates(checksum: int, count: int) -> Candidates:
+    """Different tokens, at most as many as there are: first that of a greedy answer."""
+    first, step = _mix(checksum) % len(TOKENS), 1 + _mix(checksum + 1) % 1000 / 1000
+    places = range(min(count, len(TOKENS)))
+    return tuple((TOKENS[(first + 7 * k) % len(TOKENS)], -step * (k + 1)) for k in places)
 
 
 def _checksum(layer: int, content: int, before: int) -> int:

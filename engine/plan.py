@@ -114,7 +114,10 @@ class Picked:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step ended: KV of this sequence is in the cache below ``num_computed_tokens``."""
+    """A step ended: KV of this sequence is in the cache below ``num_computed_tokens``.
+
+    Told of a SOURCE, and of a search when its prompt is computed and its beams begin.
+    """
 
     request_id: str
     num_computed_tokens: int

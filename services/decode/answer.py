@@ -50,6 +50,7 @@ class Answer:
         self._started_s = clock()
         self._first_token_s: float | None = None
         self._first_decode_s = 0.0
+        self._prefilled_s: float | None = None
         self.num_output_tokens = len(request.output_token_ids)
         self._detokenizer = Detokenizer(
             tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens
@@ -108,6 +109,10 @@ class Answer:
             self.queue_s = self._clock() - self._started_s
             self.num_cached_tokens = num_cached_tokens
 
+    def prefilled(self) -> None:
+        """A prompt that is prefilled here has been read, though no token of its answer is told."""
+        self._prefilled_s = self._prefilled_s or self._clock()
+
     def fail(self, error: ServiceError) -> None:
         """End without an answer, unless it has ended."""
         if not self.ended.is_set():
@@ -158,8 +163,8 @@ class Answer:
 
     def _end(self, reason: FinishReason, stop_reason: str, last: public.Tokens) -> None:
         self.ended.set()
-        first_token_s = self._first_token_s or self._clock()
-        prefill_s = first_token_s - self._started_s - self.queue_s if self.prefilled_here else 0.0
+        prefilled_s = self._prefilled_s or self._first_token_s or self._clock()
+        prefill_s = prefilled_s - self._started_s - self.queue_s if self.prefilled_here else 0.0
         finished = wire.DecodeFinished(
             finish_reason=FINISH_REASONS[reason],
             stop_reason=stop_reason,

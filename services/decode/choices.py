@@ -80,6 +80,11 @@ class Choices:
         """An answer cannot go on: it ends with ERROR after what it has said."""
         self._answers[index].cut_short(reason)
 
+    def searching(self) -> None:
+        """The prompt, which is prefilled here, has been read."""
+        for answer in self._answers:
+            answer.prefilled()
+
     def found(self, hypotheses: Sequence[Hypothesis]) -> None:
         """A search has ended with these, the best first."""
         request_id = self._request.request_id

@@ -23,7 +23,7 @@ from typing import Any
 
 from engine.beams import Candidates
 from engine.core import EngineCore
-from engine.plan import BeamsEnded, CutShort, EngineEvent, Failed, Picked, Sampled
+from engine.plan import BeamsEnded, Computed, CutShort, EngineEvent, Failed, Picked, Sampled
 from engine.request import Purpose, Request, TokenLogprobs, forks_of
 from engine.tokenizer import Tokenizer
 from kvtransfer.handoff.frames import First
@@ -102,6 +102,8 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
                         self._engine.finish(event.request_id)
                 case CutShort():
                     choices.cut_short(indexes[event.request_id], event.reason)
+                case Computed():
+                    choices.searching()
                 case BeamsEnded():
                     self._found(choices, event)
                 case Picked():

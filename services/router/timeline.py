@@ -32,6 +32,8 @@ class Marks:
     prefill_started: wire.PrefillStarted | None = None
     prefill_done: wire.PrefillDone | None = None
     decode_finished: wire.DecodeFinished | None = None
+    came_in_pieces: bool = False
+    """Some answer was told token by token, not all at once, as ranked ones are."""
     _num_tokens: Counter[int] = field(default_factory=Counter)
 
     def begin_attempt(self) -> None:
@@ -50,6 +52,7 @@ class Marks:
         self.last_token_s[index] = now_s
         self.num_output_tokens += count
         self._num_tokens[index] += count
+        self.came_in_pieces |= before_s is not None
         self.num_longest_tokens = max(self.num_longest_tokens, self._num_tokens[index])
         if self.first_token_s is None:
             self.first_token_s = now_s
@@ -78,7 +81,7 @@ def timeline(marks: Marks) -> public.Timeline:
         decode_instance=marks.decode_instance,
         grant_s=started.grant_s if started else 0.0,
     )
-    if marks.num_longest_tokens > 1:
+    if marks.num_longest_tokens > 1 and marks.came_in_pieces:
         result.tpot_s = (e2e_s - ttft_s) / (marks.num_longest_tokens - 1)
     if done:
         result.handoff_s = done.handoff_s

@@ -20,7 +20,8 @@ class Reader:
     def __init__(self, **sampling: Any) -> None:
         self.events: list[wire.DecodeEvent] = []
         request = Request("r", (104, 105), SamplingParams(max_tokens=99, **sampling))
-        self.choices = Choices(request, ByteTokenizer(), self.events.append, lambda: 0.0)
+        self.now_s = 10.0
+        self.choices = Choices(request, ByteTokenizer(), self.events.append, lambda: self.now_s)
 
     def push(self, index: int, text: bytes, logprob: float, last: FinishReason) -> None:
         for i, token_id in enumerate(text):
@@ -96,3 +97,16 @@ def test_a_failure_is_told_once_and_nothing_after_it() -> None:
     reader.push(1, b"ab", -1.0, FinishReason.LENGTH)
     assert [event.WhichOneof("event") for event in reader.events] == ["failed"]
     assert reader.choices.has_ended
+
+
+def test_searching_is_no_part_of_reading_the_prompt() -> None:
+    reader = Reader(n=1, beam_search=BeamSearch(2))
+    reader.now_s += 1
+    reader.choices.picked(0)
+    reader.now_s += 2
+    reader.choices.searching()
+    reader.now_s += 50
+    reader.choices.searching()  # again, after a preemption
+    reader.choices.found([Hypothesis((97,), FinishReason.LENGTH, -1.0, -1.0)])
+    finished = reader.events[-1].finished
+    assert (finished.queue_s, finished.prefill_s) == (1.0, 2.0)

@@ -77,3 +77,11 @@ def test_histograms_hold_what_the_timeline_says() -> None:
         ("kvrelay_e2e_request_latency_seconds_sum", 5.0),
     ):
         assert registry.get_sample_value(name, labels) == pytest.approx(value)
+
+
+def test_answers_that_come_at_once_have_no_time_per_token() -> None:
+    marks = Marks(1.0)
+    for index in range(2):
+        assert marks.note_tokens(3.0, 20, index) is None
+    marks.finished_s = 3.5
+    assert (timeline(marks).ttft_s, timeline(marks).tpot_s) == (2.0, 0.0)
