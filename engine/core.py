@@ -57,6 +57,8 @@ class EngineLoad:
     """Share of the held slots that no token is for."""
     requests_running: int
     requests_waiting: int
+    prompt_tokens_waiting: int
+    """Of sequences that are here: tokens to compute before their next one."""
     num_preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
@@ -174,6 +176,7 @@ class EngineCore:
                 kv.fragmentation_ratio(),
                 self._scheduler.num_running,
                 self._scheduler.num_waiting,
+                self._scheduler.num_tokens_waiting,
                 self._scheduler.stats().num_preemptions,
                 kv.num_query_tokens,
                 kv.num_hit_tokens,

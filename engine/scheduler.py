@@ -189,6 +189,13 @@ class Scheduler:
         return self._roster.num_waiting
 
     @property
+    def num_tokens_waiting(self) -> int:
+        """Prompt tokens to compute, of everybody here that does not decode yet."""
+        waiting = (*self._roster.waiting, *self._roster.prefills())
+        here = (s for s in waiting if s.purpose is not Purpose.TARGET)
+        return sum(s.num_tokens - s.num_computed_tokens for s in here)
+
+    @property
     def num_running(self) -> int:
         """Sequences that have blocks."""
         return self._roster.num_running

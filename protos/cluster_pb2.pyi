@@ -19,6 +19,36 @@ ROLE_PREFILL: Role
 ROLE_DECODE: Role
 ROLE_COLOCATED: Role
 
+class DrainRequest(_message.Message):
+    __slots__ = ("now", "undo")
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    now: bool
+    undo: bool
+    def __init__(self, now: _Optional[bool] = ..., undo: _Optional[bool] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetRoleRequest(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    def __init__(self, role: _Optional[_Union[Role, str]] = ...) -> None: ...
+
+class SetRoleResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class RegisterRequest(_message.Message):
     __slots__ = ("instance_id", "role", "address", "metrics_address", "model", "model_digest", "kv_layout", "max_context", "max_sequence_tokens", "load", "max_gap_s")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -52,7 +82,7 @@ class RegisterResponse(_message.Message):
     def __init__(self, heartbeat_interval_s: _Optional[float] = ...) -> None: ...
 
 class InstanceLoad(_message.Message):
-    __slots__ = ("blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined", "requests_running", "requests_waiting", "handoffs_active", "draining")
+    __slots__ = ("blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined", "requests_running", "requests_waiting", "handoffs_active", "draining", "prompt_tokens_waiting")
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +92,7 @@ class InstanceLoad(_message.Message):
     REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     HANDOFFS_ACTIVE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_WAITING_FIELD_NUMBER: _ClassVar[int]
     blocks_total: int
     blocks_free: int
     blocks_cached: int
@@ -71,7 +102,8 @@ class InstanceLoad(_message.Message):
     requests_waiting: int
     handoffs_active: int
     draining: bool
-    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., handoffs_active: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    prompt_tokens_waiting: int
+    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., handoffs_active: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens_waiting: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("instance_id", "load", "cache_news")

@@ -183,6 +183,169 @@ class Cluster:
             _registered_method=True)
 
 
+class InstanceStub:
+    """Served by every instance on its internal port, for whoever operates it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Drain = channel.unary_unary(
+                '/kvrelay.v1.Instance/Drain',
+                request_serializer=protos_dot_cluster__pb2.DrainRequest.SerializeToString,
+                response_deserializer=protos_dot_cluster__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/kvrelay.v1.Instance/SetRole',
+                request_serializer=protos_dot_cluster__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=protos_dot_cluster__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/kvrelay.v1.Instance/Leave',
+                request_serializer=protos_dot_cluster__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=protos_dot_cluster__pb2.LeaveResponse.FromString,
+                _registered_method=True)
+
+
+class InstanceServicer:
+    """Served by every instance on its internal port, for whoever operates it.
+    """
+
+    def Drain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """answers when it serves the new role
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Leave(self, request, context):
+        """as SIGTERM does: drain, then go
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_InstanceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=protos_dot_cluster__pb2.DrainRequest.FromString,
+                    response_serializer=protos_dot_cluster__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=protos_dot_cluster__pb2.SetRoleRequest.FromString,
+                    response_serializer=protos_dot_cluster__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=protos_dot_cluster__pb2.LeaveRequest.FromString,
+                    response_serializer=protos_dot_cluster__pb2.LeaveResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvrelay.v1.Instance', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvrelay.v1.Instance', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Instance:
+    """Served by every instance on its internal port, for whoever operates it.
+    """
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Instance/Drain',
+            protos_dot_cluster__pb2.DrainRequest.SerializeToString,
+            protos_dot_cluster__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Instance/SetRole',
+            protos_dot_cluster__pb2.SetRoleRequest.SerializeToString,
+            protos_dot_cluster__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Instance/Leave',
+            protos_dot_cluster__pb2.LeaveRequest.SerializeToString,
+            protos_dot_cluster__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class StatusStub:
     """Read-only, on the public port too.
     """

@@ -286,6 +286,59 @@ def worker(
     )
 
 
+InstanceId = Annotated[str, typer.Argument(metavar="INSTANCE", help="Its id, from status.")]
+
+
+@app.command()
+def drain(
+    instance: InstanceId,
+    address: options.Address = options.ADDRESS,
+    now: Annotated[
+        bool, typer.Option("--now", help="What runs there goes on elsewhere at once.")
+    ] = False,
+) -> None:
+    """Let an instance take no more requests. Needs KVRELAY_CLUSTER_TOKEN."""
+    from services.cli import operate
+
+    operate.drain(address, instance, now=now)
+
+
+@app.command()
+def undrain(instance: InstanceId, address: options.Address = options.ADDRESS) -> None:
+    """Let a drained instance take requests again. Needs KVRELAY_CLUSTER_TOKEN."""
+    from services.cli import operate
+
+    operate.drain(address, instance, undo=True)
+
+
+@app.command()
+def role(
+    instance: InstanceId,
+    to: Annotated[Role, typer.Argument(metavar="prefill|decode|colocated")],
+    address: options.Address = options.ADDRESS,
+) -> None:
+    """Give a running instance another role, once what it does has ended. Needs the cluster token.
+
+    Nothing is restarted and no request is lost; the id stays.
+    """
+    from services.cli import operate
+
+    operate.change_role(address, instance, to)
+
+
+@app.command()
+def restart(
+    instances: Annotated[
+        list[str] | None, typer.Argument(metavar="[INSTANCE]...", help="None: all of them.")
+    ] = None,
+    address: options.Address = options.ADDRESS,
+) -> None:
+    """Restart instances one after the other, without losing a request. Needs the cluster token."""
+    from services.cli import operate
+
+    operate.restart(address, instances or ())
+
+
 @app.command()
 def demo(model: options.ServedModel = ROUTER.model) -> None:
     """Start a cluster, stream one answer, show where its time went, stop."""

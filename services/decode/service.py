@@ -34,7 +34,7 @@ from services.decode.answer import failed_event
 from services.decode.choices import Choices
 from services.runtime.background import Background, unless
 from services.runtime.engine_port import EnginePort
-from services.runtime.errors import FailedPrecondition, Internal, to_service_error
+from services.runtime.errors import FailedPrecondition, Internal, ServiceError, to_service_error
 from services.runtime.metrics import WorkerMetrics
 from services.runtime.session import Session
 from services.runtime.work import as_attempt, parse_logprobs, parse_work_request
@@ -60,12 +60,19 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         self._metrics = metrics
         self._background = Background()
         self._attempts = itertools.count()
+        self._sessions: set[Session[wire.DecodeEvent]] = set()
 
     async def Run(
         self, request_iterator: AsyncIterator[wire.DecodeCommand], context: Any
     ) -> AsyncIterator[wire.DecodeEvents]:
         session: Session[wire.DecodeEvent] = Session()
-        context.add_done_callback(lambda _: session.close())
+        self._sessions.add(session)
+
+        def ended(_: Any) -> None:
+            self._sessions.discard(session)
+            session.close()
+
+        context.add_done_callback(ended)
 
         def handle(command: wire.DecodeCommand) -> None:
             if command.HasField("start"):
@@ -76,6 +83,11 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
         async for batch in session.run(request_iterator, handle):
             yield wire.DecodeEvents(events=batch)
+
+    def evict(self, reason: ServiceError) -> None:
+        """End every request with ``reason``."""
+        for session in self._sessions:
+            session.end_all(lambda request_id: failed_event(request_id, reason))
 
     async def settle(self) -> None:
         """Until the blocks of every ended request are released."""

@@ -30,7 +30,7 @@ from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc
 from services.runtime.background import Background, unless
 from services.runtime.engine_port import EnginePort
-from services.runtime.errors import Internal, to_service_error
+from services.runtime.errors import Internal, ServiceError, to_service_error
 from services.runtime.metrics import WorkerMetrics
 from services.runtime.session import Session
 from services.runtime.work import as_attempt, logprobs_message, parse_work_request
@@ -81,12 +81,19 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         self._clock = clock
         self._background = Background()
         self._attempts = itertools.count()
+        self._sessions: set[Session[wire.PrefillEvent]] = set()
 
     async def Run(
         self, request_iterator: AsyncIterator[wire.PrefillCommand], context: Any
     ) -> AsyncIterator[wire.PrefillEvents]:
         session: Session[wire.PrefillEvent] = Session()
-        context.add_done_callback(lambda _: session.close())
+        self._sessions.add(session)
+
+        def ended(_: Any) -> None:
+            self._sessions.discard(session)
+            session.close()
+
+        context.add_done_callback(ended)
 
         def handle(command: wire.PrefillCommand) -> None:
             if command.HasField("start"):
@@ -97,6 +104,11 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
 
         async for batch in session.run(request_iterator, handle):
             yield wire.PrefillEvents(events=batch)
+
+    def evict(self, reason: ServiceError) -> None:
+        """End every request with ``reason``."""
+        for session in self._sessions:
+            session.end_all(lambda request_id: _failed_event(request_id, reason))
 
     async def settle(self) -> None:
         """Until the blocks of every ended request are released."""
@@ -109,9 +121,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         try:
             event.done.CopyFrom(await self._prefill(session, start))
         except Exception as error:
-            failure = to_service_error(error)
-            event.failed.code = failure.grpc_code_number
-            event.failed.message = str(failure)
+            event = _failed_event(request_id, to_service_error(error))
         session.emit(event)
 
     async def _prefill(
@@ -204,6 +214,12 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             block_hashes=self._engine.block_hashes(request),
             block_table=picked.block_table,
         )
+
+
+def _failed_event(request_id: str, error: ServiceError) -> wire.PrefillEvent:
+    """The terminal event of a request that failed."""
+    failed = wire.WorkFailed(code=error.grpc_code_number, message=str(error))
+    return wire.PrefillEvent(request_id=request_id, failed=failed)
 
 
 def _details(first: Sampled, others: list[Sampled]) -> bytes:

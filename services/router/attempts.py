@@ -28,7 +28,7 @@ from services.router.dispatch import Attempt, draw_handoff_id
 from services.router.fleet import Fleet
 from services.router.healing import CAPACITY_S, History, LegFailure, is_curable, verdict
 from services.router.learning import learn
-from services.router.membership import Snapshot
+from services.router.membership import InstanceState, Snapshot
 from services.router.placement import BY_PREFIX, Placement, place
 from services.router.prediction import Demand, Prediction, predict_here, predict_pair
 from services.router.rates import Rates
@@ -130,13 +130,16 @@ class Attempts:
         learn(self._rates, marks, request.num_known_tokens, num_beside)
 
     def _note_failure(self, failure: LegFailure, now_s: float) -> None:
-        """A death is seen by everybody, and what is wrong with a request is nobody's fault."""
+        """A death is seen by everybody, and neither what is wrong with a request nor an instance
+        that drains is anybody's fault."""
         if is_curable(failure.error) and not failure.died:
             views = self._fleet.snapshot().instances
             here = [view.instance.instance_id for view in views]
             self._breakers.keep_only(here)
             self._rates.keep_only(here)
-            self._breakers.failed(failure.living, now_s)
+            draining = {v.instance.instance_id for v in views if v.state is InstanceState.DRAINING}
+            if not draining & failure.living:
+                self._breakers.failed(failure.living, now_s)
 
     @contextlib.contextmanager
     def _ended_from_outside(

@@ -65,7 +65,7 @@ def should_deflect(
 
 def _keeps_tpot(view: InstanceView, rules: Rules, rates: Rates) -> bool:
     """A step that carries a chunk takes ``max_gap_s`` more."""
-    if not rules.tpot_slo_s or not view.pending.num_requests:
+    if not rules.tpot_slo_s or not view.num_requests:
         return True
-    step_s = rates.step_s(view.pending.num_requests + 1)
+    step_s = rates.step_s(view.num_requests + 1)
     return step_s + view.instance.max_gap_s <= rules.tpot_slo_s

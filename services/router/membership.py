@@ -69,6 +69,7 @@ class Load:
     requests_waiting: int = 0
     handoffs_active: int = 0
     draining: bool = False
+    prompt_tokens_waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,22 @@ class InstanceView:
     @property
     def is_ready(self) -> bool:
         return self.state is InstanceState.READY
+
+    @property
+    def num_requests(self) -> int:
+        """What this router has placed there, or all that it said to be there: other routers may
+        place, too."""
+        said = self.load.requests_running + self.load.requests_waiting
+        return max(self.pending.num_requests, said)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The same of prompt tokens that are to be computed."""
+        return max(self.pending.num_prompt_tokens, self.load.prompt_tokens_waiting)
+
+    @property
+    def num_prompts(self) -> int:
+        return max(self.pending.num_prompts, 1 if self.num_prompt_tokens else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ BY_PREFIX = frozenset({PlacementPolicy.LOCAL_PREFIX, PlacementPolicy.COST})
 
 def score_prefill(view: InstanceView, num_tokens: int) -> float:
     """0 to 1: fewer prompt tokens to compute are better, those that wait and ``num_tokens``."""
-    waiting = view.pending.num_prompt_tokens + num_tokens
+    waiting = view.num_prompt_tokens + num_tokens
     return _PROMPT_TOKENS_SCALE / (_PROMPT_TOKENS_SCALE + waiting)
 
 
@@ -169,7 +169,7 @@ def score_decode(view: InstanceView) -> float:
     """0 to 1: fewer requests and more free KV are better."""
     load = view.load
     free = (load.blocks_free + load.blocks_cached) / load.blocks_total if load.blocks_total else 1
-    few = 1 / (1 + view.pending.num_requests)
+    few = 1 / (1 + view.num_requests)
     return few * (1 - _FREE_SHARE_WEIGHT) + free * _FREE_SHARE_WEIGHT
 
 

@@ -62,27 +62,26 @@ def predict_pair(
     return Prediction(
         wait_s,
         wait_s + prefill_s + handoff_s,
-        rates.step_s(decoder.pending.num_requests + 1),
+        rates.step_s(decoder.num_requests + 1),
         rates.answer_tokens(demand.max_tokens),
     )
 
 
 def predict_here(demand: Demand, view: InstanceView, rates: Rates) -> Prediction:
     """Both on one instance: chunks of the prompt share its steps with the decodes there."""
-    step_s = rates.step_s(view.pending.num_requests)
+    step_s = rates.step_s(view.num_requests)
     slowed = 1.0
-    if view.pending.num_requests and view.instance.max_gap_s > 0:
+    if view.num_requests and view.instance.max_gap_s > 0:
         slowed += step_s / view.instance.max_gap_s
     wait_s = _wait_s(view, rates) * slowed
     prefill_s = rates.prefill_s(demand.uncached(view), demand.cached(view)) * slowed
     return Prediction(
         wait_s,
         wait_s + prefill_s,
-        rates.step_s(view.pending.num_requests + 1),
+        rates.step_s(view.num_requests + 1),
         rates.answer_tokens(demand.max_tokens),
     )
 
 
 def _wait_s(view: InstanceView, rates: Rates) -> float:
-    waiting = view.pending
-    return rates.queue_s(waiting.num_prompts, waiting.num_prompt_tokens)
+    return rates.queue_s(view.num_prompts, view.num_prompt_tokens)

@@ -49,6 +49,12 @@ class Session(Generic[Event]):
         if task := self._tasks.get(request_id):
             task.cancel()
 
+    def end_all(self, last_event: Callable[[str], Event]) -> None:
+        """End every request with an event, made for its id."""
+        for request_id, task in list(self._tasks.items()):
+            self.emit(last_event(request_id))
+            task.cancel()
+
     def close(self) -> None:
         """The stream is gone: cancel what runs on it. Idempotent."""
         self._closed = True

@@ -115,7 +115,7 @@ class WorkerConfig:
     role: Role
     """What the instance does: prefill, decode or colocated."""
     router: str
-    """Internal address of the router, host:port."""
+    """Internal address of the router, host:port; of several, separated by commas."""
     host: str = "127.0.0.1"
     """Address of the instance's internal port and of its metrics port."""
     port: int = 0
@@ -137,10 +137,16 @@ class WorkerConfig:
     drain_timeout_s: float = 30.0
     """How long a stopping instance waits for running requests, in seconds."""
 
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """The addresses in ``router``."""
+        return tuple(address.strip() for address in self.router.split(","))
+
     def validate(self) -> None:
         """Raises: InvalidArgument: names the option."""
         _check_model(self.model)
-        _check_address("router", self.router)
+        for address in self.routers:
+            _check_address("router", address)
         _check_port("port", self.port)
         _check_port("metrics_port", self.metrics_port)
         _check_choice("transport", self.transport, ("auto", "grpc", "shared_memory"))

@@ -4,13 +4,17 @@ Counters of the engine count from its start; Prometheus gets what was added sinc
 Knows no service. Used by ``services.worker.app``.
 """
 
-from prometheus_client import Counter
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.metrics_core import Metric
 
 from engine.core import EngineLoad, StepRecord
 from engine.kv.journal import CacheNews
 from kvtransfer.stats import EndpointStats
 from protos import cluster_pb2
 from services.runtime.metrics import WorkerMetrics
+from services.runtime.settings import Role
 
 # How the source's endings are named in metrics, where a handoff lands or does not.
 HANDOFF_OUTCOMES = {
@@ -28,17 +32,35 @@ class Increments:
         self._seen: dict[str, float] = {}
 
     def add(self, name: str, counter: Counter, total: float) -> None:
-        """Count what ``name`` has grown by since the last call."""
-        counter.inc(total - self._seen.get(name, 0))
+        """Count what ``name`` has grown by since the last call; one that is smaller began anew."""
+        seen = self._seen.get(name, 0)
+        counter.inc(total - seen if total >= seen else total)
         self._seen[name] = total
 
 
 class Observer:
-    """Feeds the metrics of one instance."""
+    """Feeds the metrics of one instance, which are others in another role.
 
-    def __init__(self, metrics: WorkerMetrics) -> None:
-        self._metrics = metrics
+    Args:
+        registry: what is served; the metrics of the present role are in it.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model: str, instance_id: str) -> None:
+        self._labels = (model, instance_id)
+        self._present = CollectorRegistry()
         self._increments = Increments()
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by Prometheus."""
+        return self._present.collect()
+
+    def metrics_for(self, role: Role) -> WorkerMetrics:
+        """The metrics of an instance that has this role from now on."""
+        self._present = CollectorRegistry()
+        model, instance_id = self._labels
+        self._metrics = WorkerMetrics.create(self._present, model, role, instance_id)
+        return self._metrics
 
     def stepped(self, record: StepRecord) -> None:
         self._metrics.step_seconds.observe(record.elapsed_s)
@@ -87,6 +109,7 @@ def load_message(load: EngineLoad, num_handoffs: int, draining: bool) -> cluster
         blocks_quarantined=blocks.quarantined,
         requests_running=load.requests_running,
         requests_waiting=load.requests_waiting,
+        prompt_tokens_waiting=load.prompt_tokens_waiting,
         handoffs_active=num_handoffs,
         draining=draining,
     )

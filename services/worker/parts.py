@@ -1,31 +1,15 @@
-"""The parts of an instance that start, drain and stop: engine thread, services, snapshots.
+"""The parts of an instance that start, drain and stop: engine thread, snapshots, registrations.
 
 Used by ``services.worker.app`` only, which knows their order.
 """
 
 import asyncio
-from collections.abc import Callable
-
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from collections.abc import Callable, Sequence
 
 from engine.loop import Engine
-from kvtransfer.source import KvSource
-from kvtransfer.stats import EndpointStats
-from kvtransfer.target import KvTarget
-from kvtransfer.transports.mounted import add_kv_transfer_to_server
-from kvtransfer.transports.remote import RemoteConnector
-from kvtransfer.transports.throttle import Throttle, throttled
-from protos import worker_pb2_grpc
-from services.decode.service import DecodeService
-from services.prefill.service import PrefillService
-from services.runtime.engine_port import EnginePort
 from services.runtime.errors import Internal
 from services.runtime.lifecycle import Component
-from services.runtime.metrics import WorkerMetrics
-from services.runtime.server import token_metadata
-from services.runtime.settings import Role, WorkerConfig
-from services.worker.build import LoadedModel
+from services.worker.registration import Registration
 
 SNAPSHOT_S = 0.25
 LOOK_S = 1.0
@@ -86,69 +70,39 @@ class Snapshots(Component):
             await asyncio.sleep(SNAPSHOT_S)
 
 
-class RoleServices(Component):
-    """What an instance of one role serves, over one engine.
+class Registrations(Component):
+    """One instance's membership with every router."""
 
-    prefill: PrefillService and a KV source. decode: DecodeService and a KV target.
-    colocated: DecodeService alone.
-    """
+    def __init__(self, registrations: Sequence[Registration]) -> None:
+        self._registrations = registrations
+        self._starting: list[asyncio.Task[None]] = []
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        instance_id: str,
-        loaded: LoadedModel,
-        engine: Engine,
-        port: EnginePort,
-        metrics: WorkerMetrics,
-        token: str,
-    ) -> None:
-        runner, role = loaded.runner, config.role
-        metadata = token_metadata(token)
-        self._transport = config.transport
-        self._health = health.aio.HealthServicer()
-        self._source: KvSource | None = None
-        self._target: KvTarget | None = None
-        self._prefill: PrefillService | None = None
-        self._decode: DecodeService | None = None
-        identity = (instance_id, runner.model_digest, runner.layout, runner.cache)
-        if role is Role.PREFILL:
-            connect = RemoteConnector(metadata, transport=config.transport)
-            slow = Throttle(config.transport_throttle, config.transport_latency_ms / 1000)
-            self._source = KvSource(*identity, throttled(connect, slow))
-            self._prefill = PrefillService(engine, port, self._source, metrics)
-        else:
-            if role is Role.DECODE:
-                self._target = KvTarget(*identity)
-            self._decode = DecodeService(engine, port, self._target, loaded.tokenizer, metrics)
+    async def start(self) -> None:
+        """Return when one router knows us; the others follow as they can be reached.
 
-    def mount(self, server: grpc.aio.Server) -> None:
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        if self._prefill is not None:
-            worker_pb2_grpc.add_PrefillServicer_to_server(self._prefill, server)
-        if self._decode is not None:
-            worker_pb2_grpc.add_DecodeServicer_to_server(self._decode, server)
-        if self._target is not None:
-            add_kv_transfer_to_server(self._target, server, self._transport)
+        Raises:
+            FailedPrecondition: a router refused this instance; the message says why.
+        """
+        self._starting = [asyncio.create_task(each.start()) for each in self._registrations]
+        done, _ = await asyncio.wait(self._starting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
 
-    def handoffs_active(self) -> int:
-        """Handoffs that have not ended."""
-        ends = (self._source, self._target)
-        return sum(end.stats().handoffs_active for end in ends if end is not None)
+    async def watch(self) -> None:
+        """Raise when a router refuses us."""
+        await asyncio.gather(*self._starting)
+        await asyncio.gather(*(each.watch() for each in self._registrations))
 
-    def source_stats(self) -> EndpointStats:
-        """What was sent; nothing by an instance that is no source."""
-        return self._source.stats() if self._source is not None else EndpointStats(0, 0)
+    async def tell(self) -> None:
+        """Tell every router how we are, at once."""
+        await asyncio.gather(*(each.tell() for each in self._registrations))
 
-    async def set_serving(self, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.ServingStatus
-        await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
+    async def renew(self) -> None:
+        """Tell every router what we are now."""
+        await asyncio.gather(*(each.renew() for each in self._registrations))
 
     async def stop(self) -> None:
-        """Every request has been cancelled; returns when its blocks are released."""
-        for end in (self._source, self._target):
-            if end is not None:
-                await end.aclose()
-        for service in (self._prefill, self._decode):
-            if service is not None:
-                await service.settle()
+        for task in self._starting:
+            task.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*(each.stop() for each in self._registrations))

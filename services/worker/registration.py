@@ -64,9 +64,19 @@ class Registration(Component):
         assert self._ended is not None
         await asyncio.shield(self._ended)
 
-    async def drain(self) -> None:
-        """Tell the router that no more requests should come."""
-        await self._heartbeat()
+    async def tell(self) -> None:
+        """Tell the router how we are, now; a router that is away is told by the next heartbeat."""
+        if self._registered.is_set():
+            await self._heartbeat()
+
+    async def renew(self) -> None:
+        """Register again, as what we are now; returns when the router knows.
+
+        Raises:
+            FailedPrecondition: it refuses that.
+        """
+        if self._registered.is_set():
+            await self._register()
 
     async def stop(self) -> None:
         if self._ended is not None:

@@ -33,7 +33,7 @@ def service(*arguments: str, exit_code: int = 0) -> Iterator[tuple[subprocess.Po
     try:
         yield process, process.stdout.readline().strip()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == exit_code
+        assert process.wait(timeout=20) in (exit_code, -signal.SIGKILL)
     finally:
         if process.poll() is None:
             process.kill()
@@ -43,10 +43,11 @@ def service(*arguments: str, exit_code: int = 0) -> Iterator[tuple[subprocess.Po
 
 
 @contextlib.contextmanager
-def router(model: Path) -> Iterator[tuple[Cluster, str]]:
-    """A router without instances, and the address where they register."""
+def router(model: Path, *options: str) -> Iterator[tuple[Cluster, str]]:
+    """A router without instances, and the address where they register. A test may kill it."""
     ports = ("--grpc-port", "0", "--http-port", "0", "--internal-port", "0")
-    with service("router", str(model), *ports, "--disaggregate-from", "0") as (process, line):
+    arguments = ("router", str(model), *ports, "--disaggregate-from", "0", *options)
+    with service(*arguments) as (process, line):
         match = READY.match(line)
         assert match, line
         yield Cluster(process, match[1], match[2]), match[3]
