@@ -1,4 +1,7 @@
-"""Every sampling parameter says the same on one instance and across a handoff."""
+"""Sampling on real clusters: the same on one instance and across a handoff.
+
+That this holds for every parameter, preempted, too, is ``tests/services/worker/test_matrix.py``.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,15 +17,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown fox"
 EXACT = ("--dtype", "float32", "--weights", "float32")
 WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "drawn": {"temperature": 0.9, "seed": 3},
-    "filtered": {"temperature": 1.2, "seed": 4, "min_p": 0.02, "top_k": 40, "typical_p": 0.9},
-    "penalties": {
+    "drawn": {
+        "temperature": 1.2,
+        "seed": 4,
+        "min_p": 0.02,
+        "top_k": 40,
+        "typical_p": 0.9,
         "repetition_penalty": 1.3,
-        "frequency_penalty": 0.4,
-        "presence_penalty": 0.3,
         "logit_bias": {260: -100.0, 28: 2.0},
     },
+    "best_of": {"temperature": 0.9, "seed": 3, "n": 2, "best_of": 4},
+    "beams": {"n": 2, "beam_search": public.BeamSearch(width=4), "max_tokens": 20},
     "min_tokens": {"min_tokens": 12, "stop": [" the", "."], "bad_words": ["dog", "fox"]},
     "included": {"stop": [" the", "."], "include_stop": True},
     "told": {"temperature": 0.7, "seed": 5, "logprobs": 3},
