@@ -110,9 +110,9 @@ def main() -> None:
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--rounds", type=int, default=3, help="requests of each user")
-    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=[32, 512])
-    parser.add_argument("--output-tokens", type=int, nargs=2, default=[16, 256])
-    parser.add_argument("--kv-tokens", type=int, default=8192)
+    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=[16, 128])
+    parser.add_argument("--output-tokens", type=int, nargs=2, default=[16, 384])
+    parser.add_argument("--kv-tokens", type=int, default=6144)
     parser.add_argument("--only", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:

@@ -107,6 +107,8 @@ def _adjusted(
                 continue
             allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: logits.shape[1]]
             changed[at].numpy()[allowed == 0] = _OUTSIDE
+    if len(asking) == len(rows):
+        return changed, cut_short
     adjusted = logits.clone()
     adjusted[asking] = changed
     return adjusted, cut_short
