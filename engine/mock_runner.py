@@ -21,7 +21,7 @@ from engine.beams import Candidates
 from engine.config import ModelConfig
 from engine.kv.manager import BlockCopy
 from engine.plan import ScheduledSequence, StepPlan, StepResult
-from engine.request import SamplingParams
+from engine.request import SamplingParams, TokenLogprobs
 from kvtransfer.layout import KvLayout
 
 Words = npt.NDArray[np.uint64]
@@ -152,6 +152,7 @@ class MockRunner:
         tokens: dict[str, int] = {}
         failures: dict[str, str] = {}
         candidates: dict[str, Candidates] = {}
+        logprobs: dict[str, TokenLogprobs] = {}
         for sequence in plan.sequences:
             if not sequence.samples:
                 continue
@@ -162,10 +163,14 @@ class MockRunner:
                     failures[each.request_id] = reason
                 else:
                     last = int(self.cache.read(0, at[-1:])[0, 0, 0, 0])
-                    tokens[each.request_id] = _token(last, each.end, each.sampling)
+                    token_id = _token(last, each.end, each.sampling)
+                    tokens[each.request_id] = token_id
+                    if each.sampling.num_top_logprobs is not None:
+                        record = TokenLogprobs(token_id, _logprob(last, token_id), 1)
+                        logprobs[each.request_id] = record
                     if (search := each.sampling.beam_search) is not None:
                         candidates[each.request_id] = _candidates(last, 2 * search.width)
-        return StepResult(tokens, failures, candidates=candidates)
+        return StepResult(tokens, failures, logprobs, candidates=candidates)
 
     def _slots(self, sequence: ScheduledSequence) -> npt.NDArray[np.int64]:
         """Of positions 0 .. end - 1."""
@@ -228,6 +233,19 @@ def next_token(token_ids: Sequence[int], sampling: SamplingParams | None = None)
     return _token(checksum, len(token_ids), sampling or SamplingParams(temperature=0.0))
 
 
+def next_candidates(token_ids: Sequence[int], width: int) -> Candidates:
+    """What it gives a beam of a search of this width to go on with."""
+    return _candidates(row_checksums(0, token_ids)[-1], 2 * width)
+
+
+def mean_logprob(prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> float:
+    """What an answer is ranked by."""
+    checksums = row_checksums(0, (*prompt_token_ids, *output_token_ids))
+    before = checksums[len(prompt_token_ids) - 1 :]
+    total = sum(_logprob(c, t) for c, t in zip(before, output_token_ids, strict=False))
+    return total / len(output_token_ids)
+
+
 def answer(
     prompt_token_ids: Sequence[int], num_tokens: int, sampling: SamplingParams | None = None
 ) -> list[int]:
@@ -245,6 +263,11 @@ def _token(checksum: int, position: int, sampling: SamplingParams) -> int:
     if sampling.temperature > 0:
         checksum ^= _mix(_mix(sampling.seed + 1) + position)
     return TOKENS[_mix(checksum) % len(TOKENS)]
+
+
+def _logprob(checksum: int, token_id: int) -> float:
+    """A number that float32 holds exactly."""
+    return -1 - _mix(checksum + token_id) % 1024 / 256
 
 
 def _candidates(checksum: int, count: int) -> Candidates:

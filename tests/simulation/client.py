@@ -101,10 +101,12 @@ class Client:
         if heard != [(answer.token_ids, answer.text) for answer in self.truth]:
             raise Wrong(f"{self._name}: finished with {heard}, the truth is {self.truth}")
         usage = (end.usage.prompt_tokens, end.usage.output_tokens)
-        num_output_tokens = sum(len(answer.token_ids) for answer in self.truth)
+        num_output_tokens = sum(
+            len(answer.token_ids) + answer.num_untold_tokens for answer in self.truth
+        )
         if usage != (len(self.ask.request.prompt_token_ids), num_output_tokens):
             raise Wrong(f"{self._name}: usage {usage}")
-        stop = self.truth[0].stopped_by
+        stop = self.truth[-1].stopped_by  # others than beams end alike, or alone
         reason = public.FINISH_REASON_STOP if stop else public.FINISH_REASON_LENGTH
         if (end.finish_reason, end.stop_reason) != (reason, stop):
             raise Wrong(f"{self._name}: ended by {end.finish_reason} {end.stop_reason!r}")

@@ -273,9 +273,14 @@ class Cluster:
 def _fits(request: Request, scenario: Scenario) -> bool:
     """Whether any instance could ever hold it."""
     sampling = request.sampling
-    num_tokens = len(request.prompt_token_ids) + sampling.max_tokens
+    num_prompt_tokens = len(request.prompt_token_ids)
+    num_tokens = num_prompt_tokens + sampling.max_tokens
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    if sampling.beam_search is not None:
+        num_shared = num_prompt_tokens // BLOCK_SIZE
+        num_blocks = num_shared + sampling.num_candidates * (num_blocks - num_shared)
     return (
-        num_tokens <= scenario.num_blocks * BLOCK_SIZE
+        num_blocks <= scenario.num_blocks
         and sampling.num_candidates <= scenario.max_decode_sequences
     )
 

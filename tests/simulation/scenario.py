@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from engine.mock_runner import TOKENS, answer
-from engine.request import Request, SamplingParams
+from engine.request import BeamSearch, Request, SamplingParams
 from services.runtime.settings import PlacementPolicy
 
 _EVENTS_A_REQUEST = 60
@@ -145,12 +145,27 @@ def _ask(rng: random.Random, index: int, prefixes: list[tuple[int, ...]], num_ev
     gone_after_events = rng.randrange(num_events) if rng.random() < 0.15 else None
     if gone_after_events is not None and rng.random() < 0.5:
         sampling = replace(sampling, max_tokens=_ENDLESS)
+    sampling = _ranked(sampling)
     return Ask(
         request=Request(f"q{index}", prompt, sampling, rng.choice((0, 0, 1)), salt),
         at_s=rng.choice((0.0, rng.random() * 0.05, rng.random() * 2.0)),
         gone_after_events=gone_after_events,
         patience_s=rng.uniform(0.001, 1.0) if rng.random() < 0.08 else None,
     )
+
+
+def _ranked(sampling: SamplingParams) -> SamplingParams:
+    """Some want the best of several answers. Its own seed says which, and no other draw moves."""
+    rng = random.Random(sampling.seed)
+    is_plain = not sampling.stop and sampling.n == 1 and sampling.max_tokens != _ENDLESS
+    if not is_plain or rng.random() < 0.7:
+        return sampling
+    n = rng.choice((1, 2))
+    if rng.random() < 0.5:
+        return replace(sampling, n=n, best_of=3)
+    search = BeamSearch(rng.choice((2, 3)), rng.choice((0.0, 1.0, 2.0)), rng.random() < 0.5)
+    ends = tuple(rng.sample(TOKENS, rng.choice((0, 3, 8))))
+    return replace(sampling, temperature=0.0, n=n, stop_token_ids=ends, beam_search=search)
 
 
 def _strike(rng: random.Random, num_events: int) -> Strike:

@@ -5,14 +5,15 @@ way can be judged without having been there.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from engine.beams import Beams, Hypothesis
 from engine.kv.prefix import RUN_TOKENS, extend_chain, root_hash
-from engine.mock_runner import MockKvCache, answer
+from engine.mock_runner import MockKvCache, answer, mean_logprob, next_candidates
 from engine.mock_runner import row_checksums as checksums
-from engine.request import Request, forks_of
+from engine.request import FinishReason, Request, forks_of
 from tests.simulation.loop import Process
 
 
@@ -37,6 +38,8 @@ class Answer:
     text: str
     stopped_by: str
     """Empty: it is as long as it may be."""
+    num_untold_tokens: int = 0
+    """Of answers that were written and not told."""
 
 
 def _until_stop(token_ids: list[int], stops: tuple[str, ...]) -> Answer:
@@ -49,6 +52,14 @@ def _until_stop(token_ids: list[int], stops: tuple[str, ...]) -> Answer:
     return Answer(token_ids[: at + len(stop)], text[:at], stop)
 
 
+def _of_hypothesis(found: Hypothesis) -> Answer:
+    """The token that stopped it is not in the text."""
+    *said, last = found.token_ids
+    if found.finish_reason is FinishReason.LENGTH:
+        return Answer([*said, last], bytes([*said, last]).decode(), "")
+    return Answer(said, bytes(said).decode(), str(last))
+
+
 class Truth:
     """Everything that may be answered and cached in one run."""
 
@@ -58,13 +69,43 @@ class Truth:
         self._blocks: dict[bytes, _Rows] = {}
 
     def add(self, request: Request) -> list["Answer"]:
-        """The answers to ``request``, whole."""
+        """The answers to ``request``, whole, in the order in which they are told."""
+        if request.sampling.beam_search is not None:
+            return self._search(request)
         answers = []
         for fork in forks_of(request):
             tokens = answer(fork.prompt_token_ids, fork.sampling.max_tokens, fork.sampling)
             self._note(request.salt, [*fork.prompt_token_ids, *tokens])
             answers.append(_until_stop(tokens, fork.sampling.stop))
-        return answers
+        if request.sampling.is_ranked:
+            prompt = request.prompt_token_ids
+            answers.sort(key=lambda each: -mean_logprob(prompt, each.token_ids))
+        told, untold = answers[: request.sampling.n], answers[request.sampling.n :]
+        count = sum(len(each.token_ids) for each in untold)
+        return [replace(told[0], num_untold_tokens=count), *told[1:]]
+
+    def _search(self, request: Request) -> list["Answer"]:
+        """Every beam there ever is may be published."""
+        sampling, prompt = request.sampling, request.prompt_token_ids
+        assert sampling.beam_search is not None
+        width = sampling.beam_search.width
+
+        def ends(token_id: int, number: int) -> FinishReason | None:
+            if token_id in sampling.stop_token_ids:
+                return FinishReason.STOP
+            return FinishReason.LENGTH if number == sampling.max_tokens else None
+
+        beams = Beams(request)
+        outputs: dict[str, list[int]] = {request.request_id: []}
+        while outputs:
+            for output in outputs.values():
+                self._note(request.salt, [*prompt, *output])
+            candidates = {i: next_candidates((*prompt, *o), width) for i, o in outputs.items()}
+            outputs = {
+                beams.request_id(number): [*outputs[beams.request_id(c.parent)], c.token_id]
+                for number, c in beams.advance(candidates, outputs, ends).items()
+            }
+        return [_of_hypothesis(each) for each in beams.finished[: sampling.n]]
 
     def _note(self, salt: str, token_ids: list[int]) -> None:
         hashes = extend_chain(root_hash(self._model_digest, salt=salt), token_ids)
