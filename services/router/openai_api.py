@@ -43,6 +43,7 @@ from services.router.openai_stream import (
     choices_of,
     merge,
     sse_events,
+    without_answer,
 )
 from services.router.served_model import ServedModel
 from services.router.serving import Serving
@@ -137,7 +138,8 @@ class OpenAiApi:
             return _error_response(self._serving.refused(Aborted("the client has gone")), headers)
         except Exception as unexpected:
             return _error_response(self._serving.refused(unexpected), headers)
-        answers = self._answers(raws, received_s)
+        echoes_only = isinstance(body, CompletionBody) and body.echoes_only
+        answers = self._answers(raws, received_s, echoes_only)
         try:
             count = len(raws) * max(1, body.n or 1)
             work = self._respond(body, form, answers, count, headers)
@@ -177,7 +179,9 @@ class OpenAiApi:
             choice.take(event)
         return JSONResponse(form.whole(envelope, choices), headers=dict(headers))
 
-    async def _answers(self, raws: Sequence[RawRequest], received_s: float) -> Answers:
+    async def _answers(
+        self, raws: Sequence[RawRequest], received_s: float, echoes_only: bool
+    ) -> Answers:
         """The events of all requests as they come, each with the choice it belongs to."""
         with self._serving.enter(len(raws)):
             requests = [await self._serving.parse(raw) for raw in raws]
@@ -190,7 +194,7 @@ class OpenAiApi:
             async with contextlib.aclosing(merge(streams)) as merged:
                 async for index, event in merged:
                     for choice, part in by_choice(groups[index], event):
-                        yield choice, part
+                        yield choice, without_answer(part) if echoes_only else part
 
     def _echo(self, raw: RawRequest, token_ids: Sequence[int]) -> str | None:
         if not raw.echo:

@@ -54,6 +54,9 @@ REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "modalities": _text_only,
     "audio": _unset,
     "web_search_options": lambda value: value is None,
+    "allowed_token_ids": _unset,
+    "logits_processors": _unset,
+    "prompt_embeds": _unset,
     "truncate_prompt_tokens": lambda value: value is None,
     "chat_template": _unset,
     "documents": _unset,
@@ -176,6 +179,12 @@ class CompletionBody(_Body):
     echo: bool | None = None
     best_of: int | None = None
 
+    @property
+    def echoes_only(self) -> bool:
+        """The prompt is to be scored and nothing to be written; one token is, and is not told."""
+        answers = (self.n or 1, self.best_of or 1, self.beam_width or 1)
+        return bool(self.echo) and self.max_tokens == 0 and max(answers) == 1
+
     def check(self) -> None:
         super().check()
         if self.stream and (self.best_of or 1) > (self.n or 1):
@@ -196,7 +205,8 @@ class CompletionBody(_Body):
                 told = f"{count} answers to {len(prompts)} prompts"
                 raise InvalidArgument(name, f"{told}, {MAX_CHOICES} in all are allowed")
         guide, guide_field = guide_of(self)
-        sampling = self.sampling(self.max_tokens, self.logprobs, guide)
+        max_tokens = 1 if self.echoes_only else self.max_tokens
+        sampling = self.sampling(max_tokens, self.logprobs, guide)
         sampling = replace(sampling, best_of=self.best_of)
         renamed = {**_RENAMED, "guided": guide_field}
         if self.echo and self.logprobs is not None:

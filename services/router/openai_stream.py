@@ -116,6 +116,19 @@ def by_choice(choices: Sequence[Choice], event: Answer) -> Iterator[tuple[Choice
             count_rest(choices, event.usage)
 
 
+def without_answer(event: ChoiceEvent) -> ChoiceEvent:
+    """What is left of an answer of which only the prompt is wanted."""
+    match event:
+        case public.Tokens():
+            return public.Tokens(prompt_logprobs=event.prompt_logprobs)
+        case public.Finished():
+            usage = public.Usage()
+            usage.CopyFrom(event.usage)
+            usage.output_tokens = 0
+            return public.Finished(finish_reason=public.FINISH_REASON_LENGTH, usage=usage)
+    return event
+
+
 async def accepted(
     answers: Answers, count: int
 ) -> tuple[list[Choice], list[tuple[Choice, Output]]]:

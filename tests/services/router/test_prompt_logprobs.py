@@ -84,6 +84,21 @@ async def test_several_answers_echo_alike(cluster: TestCluster, stream: bool) ->
         assert len(told) == len(PROMPT) + 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_can_be_scored_without_an_answer(cluster: TestCluster, stream: bool) -> None:
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 0, "stream": stream}
+    answer = await _post(cluster, "completions", **body, return_token_ids=True)
+    parts = [p for e in (answer if stream else [answer]) for p in e["choices"]]
+    assert "".join(part["text"] for part in parts) == PROMPT
+    told = [x for part in parts if part["logprobs"] for x in part["logprobs"]["token_logprobs"]]
+    assert told == [None] + [-1.5] * 5
+    assert not any(part.get("token_ids") for part in parts)
+    assert parts[-1]["finish_reason"] == "length"
+    if not stream:
+        assert answer["usage"]["completion_tokens"] == 0
+        assert answer["usage"]["prompt_tokens"] == len(PROMPT)
+
+
 async def test_each_number_is_the_one_that_was_asked_for(cluster: TestCluster) -> None:
     body = {"prompt": PROMPT, "echo": True, "logprobs": 3, "prompt_logprobs": 1}
     [choice] = (await _post(cluster, "completions", **body))["choices"]
@@ -112,6 +127,9 @@ async def test_prompt_logprobs_as_vllm_spells_them(cluster: TestCluster, stream:
     ("path", "body", "field"),
     [
         ("completions", {"prompt": "a", "echo": 1}, "echo"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": "a", "echo": True, "n": 2, "max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": "a", "allowed_token_ids": [5]}, "allowed_token_ids"),
         ("completions", {"prompt": "a", "echo": True, "logprobs": 21}, "logprobs"),
         ("completions", {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
         ("chat/completions", {"messages": MESSAGES, "prompt_logprobs": 21}, "prompt_logprobs"),
