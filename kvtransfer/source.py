@@ -24,13 +24,15 @@ from kvtransfer.handshake import Identity, dial
 from kvtransfer.layout import KvLayout
 from kvtransfer.memory import KvMemory, regions
 from kvtransfer.readiness import Readiness
-from kvtransfer.stats import BusyTime, EndpointStats, HandoffStats
+from kvtransfer.stats import BusyTime, EndpointStats, HandoffStats, LayerSend
 from kvtransfer.sweep import sweep
 from kvtransfer.transports.interface import Connect, Link
 from kvtransfer.wire import encode_data, max_blocks_per_frame
 
 logger = logging.getLogger(__name__)
 
+MAX_SENDS = 4096
+"""Most that is remembered of one handoff."""
 _SENDING = (HandoffState.GRANTED, HandoffState.SENDING)
 
 
@@ -43,6 +45,8 @@ class SourceHandoff:
         self._readiness = Readiness(source.layout.num_layers)
         self._blocks = tuple(blocks)
         self._busy = BusyTime()
+        self._written_s = [0.0] * source.layout.num_layers
+        self._sends: list[tuple[int, float, float, float]] = []
         self._offered_s = source.clock()
         self._granted_s: float | None = None
         self._prefill_end_s: float | None = None
@@ -74,6 +78,7 @@ class SourceHandoff:
 
         Tokens found in the source's own prefix cache must be marked like computed ones.
         """
+        self._written_s[layer] = self._source.clock()
         self._readiness.mark(layer, num_tokens)
 
     def first(
@@ -104,13 +109,18 @@ class SourceHandoff:
         record = await self._watched.until(lambda r: r.state is HandoffState.RELEASED)
         total_s = self._busy.total_s()
         end_s = self._prefill_end_s
+        granted_s = self._granted_s or self._offered_s
         return HandoffStats(
             num_bytes=record.num_bytes,
             num_frames=record.num_frames,
             num_held_tokens=record.num_held_tokens,
-            grant_s=(self._granted_s or self._offered_s) - self._offered_s,
+            grant_s=granted_s - self._offered_s,
             transfer_s=total_s,
             hidden_s=total_s if end_s is None else self._busy.before_s(end_s),
+            sends=tuple(
+                LayerSend(layer, *(moment_s - granted_s for moment_s in moments))
+                for layer, *moments in self._sends
+            ),
         )
 
     def cancel(self, reason: str) -> None:
@@ -188,7 +198,12 @@ class SourceHandoff:
             self.cancel(reason)
         finally:
             read_ended()
-            self._busy.add(begin_s, self._source.clock())
+            end_s = self._source.clock()
+            self._busy.add(begin_s, end_s)
+            room = MAX_SENDS - len(self._sends)
+            self._sends += [
+                (span.layer, self._written_s[span.layer], begin_s, end_s) for span in spans[:room]
+            ]
 
 
 class _Peer:

@@ -4,6 +4,17 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSend:
+    """Blocks of one layer that left in one message; seconds since the grant."""
+
+    layer: int
+    written_s: float
+    """When the layer's latest chunk was written."""
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class HandoffStats:
     """One handoff that was released, as its source saw it."""
 
@@ -17,6 +28,8 @@ class HandoffStats:
     """Time in which bytes were on their way."""
     hidden_s: float
     """Of that, how much passed while prefill was still computing."""
+    sends: tuple["LayerSend", ...] = ()
+    """What left when, in order."""
 
     @property
     def hidden_ratio(self) -> float:
@@ -34,6 +47,11 @@ class EndpointStats:
     """released | landed | refused | cancelled | failed -> handoffs."""
     refused_frames: dict[str, int] = field(default_factory=dict)
     """unknown | foreign | late | duplicate | unexpected | damaged -> frames."""
+
+
+def layer_lags(sends: tuple[LayerSend, ...]) -> dict[int, float]:
+    """Of each layer, seconds from its last chunk's being written to its last bytes' being sent."""
+    return {each.layer: max(0.0, each.end_s - each.written_s) for each in sends}
 
 
 class BusyTime:

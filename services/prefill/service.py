@@ -25,7 +25,7 @@ from engine.core import EngineCore
 from engine.plan import EngineEvent, Failed, Picked, Sampled
 from engine.request import Purpose, Request, forks_of
 from kvtransfer.source import KvSource, SourceHandoff
-from kvtransfer.stats import HandoffStats
+from kvtransfer.stats import HandoffStats, layer_lags
 from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc
 from services.runtime.background import Background, unless
@@ -203,6 +203,8 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         self._metrics.prompt_tokens_total("local_compute").inc(request.num_known_tokens - cached)
         self._metrics.handoff_time_seconds.observe(stats.transfer_s)
         self._metrics.handoff_hidden_ratio.observe(stats.hidden_ratio)
+        for lag_s in layer_lags(stats.sends).values():
+            self._metrics.handoff_layer_lag_seconds.observe(lag_s)
 
     def _offer(self, request: Request, start: wire.StartPrefill, picked: Picked) -> SourceHandoff:
         return self._source.offer(

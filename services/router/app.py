@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
 
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router.admission import Admission
@@ -26,6 +27,7 @@ from services.router.http_server import HttpServer
 from services.router.inference import InferenceService
 from services.router.intake import Intake
 from services.router.membership import InstanceState, Snapshot
+from services.router.observing import Observing
 from services.router.openai_api import OpenAiApi
 from services.router.served_model import ServedModel
 from services.router.serving import Serving
@@ -35,6 +37,7 @@ from services.runtime.lifecycle import Component, Stack, StopSignals, run_until_
 from services.runtime.metrics import RouterMetrics, new_registry
 from services.runtime.server import GrpcServer, cluster_token
 from services.runtime.settings import PlacementPolicy, RouterConfig
+from services.runtime.vllm_names import BothNames
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 STATUS = cluster_pb2.DESCRIPTOR.services_by_name["Status"].full_name
@@ -55,8 +58,9 @@ class Router(Component):
 
     def __init__(self, config: RouterConfig, model: ServedModel, token: str) -> None:
         self._admission = Admission(config.max_requests)
-        registry = new_registry()
-        self._metrics = RouterMetrics.create(registry, model.model_id, secrets.token_hex(4))
+        registry, measured = new_registry(), CollectorRegistry()
+        registry.register(BothNames(measured.collect))
+        self._metrics = RouterMetrics.create(measured, model.model_id, secrets.token_hex(4))
         self._health = Health((INFERENCE,))
         self._fleet = Fleet(model.model_id, dial_with(token), self._follow)
         self._serving = serving = Serving(
@@ -98,8 +102,9 @@ class Router(Component):
             insecure=insecure,
         )
         self._grpc = GrpcServer(mount_public, config.host, config.grpc_port, insecure=insecure)
-        api = OpenAiApi(model, serving, registry)
-        self._http = HttpServer(api.app(), config.host, config.http_port, insecure=insecure)
+        http = OpenAiApi(model, serving).app()
+        Observing(registry, serving.refresh_gauges, self._fleet.snapshot).mount(http)
+        self._http = HttpServer(http, config.host, config.http_port, insecure=insecure)
         # Stopped in reverse: the faces end before the streams to the instances do.
         self._parts = Stack(self._fleet, self._internal, self._grpc, self._http)
 

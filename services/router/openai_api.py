@@ -1,4 +1,4 @@
-"""The public HTTP face: OpenAI's API, health, readiness, metrics.
+"""The public HTTP face: OpenAI's API, health, readiness.
 
     1  read      the body, with a limit
     2  parse     ``openai_schemas``, then the intake; one request for each prompt
@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -70,12 +68,10 @@ class OpenAiApi:
         self,
         model: ServedModel,
         serving: Serving,
-        registry: CollectorRegistry,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
         self._serving = serving
-        self._registry = registry
         self._clock = clock
         self._created = int(time.time())
 
@@ -89,7 +85,6 @@ class OpenAiApi:
         app.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"])
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/ready", self.ready, methods=["GET"])
-        app.add_api_route("/metrics", self.metrics, methods=["GET"])
         return app
 
     async def models(self) -> Response:
@@ -112,14 +107,6 @@ class OpenAiApi:
         if self._serving.can_admit:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready"}, status_code=503)
-
-    async def metrics(self, request: Request) -> Response:
-        self._serving.refresh_gauges()
-        try:
-            encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        except (ValueError, TypeError):  # a version that is no version
-            encode, content_type = choose_encoder("")
-        return Response(encode(self._registry), headers={"content-type": content_type})
 
     async def completions(self, request: Request) -> Response:
         return await self._handle(request, CompletionBody)

@@ -72,9 +72,12 @@ class Serving:
         self._intake = intake
         self._metrics = metrics
         self._max_context = max_context
+        self._rules = rules
         self._clock = clock
         self._table = RequestTable()
         self._attempts = Attempts(fleet, metrics, rules, clock, new_handoff_id)
+        for name, objective_s in (("ttft", rules.ttft_slo_s), ("tpot", rules.tpot_slo_s)):
+            metrics.objective_seconds(name).set(objective_s)
 
     @property
     def max_context(self) -> int:
@@ -199,6 +202,9 @@ class Serving:
     def _finished(self, record: RequestRecord, marks: Marks) -> public.Finished:
         end = marks.decode_finished
         assert end is not None
+        self._metrics.request_prompt_tokens.observe(record.num_prompt_tokens)
+        self._metrics.request_output_tokens.observe(end.output_tokens)
+        rules = self._rules
         return public.Finished(
             finish_reason=end.finish_reason,
             stop_reason=end.stop_reason,
@@ -207,7 +213,7 @@ class Serving:
                 output_tokens=end.output_tokens,
                 cached_tokens=end.cached_tokens,
             ),
-            timeline=observe(marks, self._metrics),
+            timeline=observe(marks, self._metrics, rules.ttft_slo_s, rules.tpot_slo_s),
         )
 
     def _aborted(self, record: RequestRecord, marks: Marks) -> public.Finished:

@@ -110,10 +110,23 @@ def _prefill_s(marks: Marks, rest_s: float) -> float:
     return marks.decode_finished.prefill_s if marks.decode_finished else 0.0
 
 
-def observe(marks: Marks, metrics: RouterMetrics) -> public.Timeline:
-    """The timeline of a request that was answered, after adding it to the histograms."""
+def observe(
+    marks: Marks, metrics: RouterMetrics, ttft_slo_s: float = 0.0, tpot_slo_s: float = 0.0
+) -> public.Timeline:
+    """The timeline of a request that was answered, after adding it to the histograms.
+
+    Args:
+        ttft_slo_s, tpot_slo_s: the objectives; 0: none, which is always met.
+    """
     result = timeline(marks)
     metrics.request_queue_time_seconds.observe(result.queue_s)
     metrics.prefill_time_seconds.observe(result.prefill_s)
+    metrics.decode_time_seconds.observe(result.e2e_s - result.ttft_s)
     metrics.e2e_request_latency_seconds.observe(result.e2e_s)
+    if result.tpot_s:
+        metrics.time_per_output_token_seconds.observe(result.tpot_s)
+    is_early = not ttft_slo_s or result.ttft_s <= ttft_slo_s
+    is_steady = not tpot_slo_s or result.tpot_s <= tpot_slo_s
+    if is_early and is_steady:
+        metrics.good_requests_total.inc()
     return result

@@ -3,10 +3,10 @@
 Each process has one registry of its own. All metrics carry ``model``, ``role`` and ``instance``;
 a name is measured in one place only, except requests running and waiting, which ``role`` keeps
 apart, so sums over instances never count a thing twice. The router measures what a client sees,
-workers what an instance does. Knows nothing of where the numbers come from.
+workers what an instance does. Shares of time are not measured but queried: a busy share is the
+rate of ``kvrelay_step_seconds_sum``. Knows nothing of where the numbers come from.
 """
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,12 +17,9 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
-    start_http_server,
 )
 
-from services.runtime.address import check_bind, join_address, numeric_host
-from services.runtime.errors import Unavailable
-from services.runtime.lifecycle import Component
+from services.runtime.errors import ERROR_CODES
 
 _STEP_S = (
     0.0001,
@@ -45,6 +42,7 @@ _WAIT_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10,
 _WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 _RATIO = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 _TOKENS = tuple(2**power for power in range(14))
+_LENGTHS = tuple(2**power for power in range(18))
 
 PROMPT_SOURCES = ("local_compute", "local_cache_hit", "handoff")
 """Where a prompt token's KV came from, seen from the instance that needed it."""
@@ -52,6 +50,9 @@ BLOCK_STATES = ("free", "cached", "held", "quarantined")
 """Their sum is all blocks."""
 HANDOFF_OUTCOMES = ("landed", "cancelled", "failed")
 PLACEMENTS = ("apart", "together")
+PHASES = ("prefill", "decode")
+OUTCOMES = ("stop", "length", "error", *(codes.label for codes in ERROR_CODES.values()))
+"""Finish reasons and errors; a request that is aborted ends like one whose client has gone."""
 
 
 def new_registry() -> CollectorRegistry:
@@ -100,6 +101,18 @@ class _Family:
         metric = Gauge(name, text, (*self._fixed, label), registry=self._registry)
         return lambda value: metric.labels(**self._fixed, **{label: value})
 
+    def cache_config(self) -> Callable[[int, int], None]:
+        """Facts are labels of a gauge that is 1."""
+        facts = (*self._fixed, "block_size", "num_blocks")
+        metric = Gauge(
+            "kvrelay_cache_config_info", "Shape of the KV cache.", facts, registry=self._registry
+        )
+
+        def say(block_size: int, num_blocks: int) -> None:
+            metric.labels(**self._fixed, block_size=block_size, num_blocks=num_blocks).set(1)
+
+        return say
+
 
 @dataclass(frozen=True, slots=True)
 class RouterMetrics:
@@ -110,6 +123,14 @@ class RouterMetrics:
     e2e_request_latency_seconds: Histogram
     request_queue_time_seconds: Histogram
     prefill_time_seconds: Histogram
+    decode_time_seconds: Histogram
+    time_per_output_token_seconds: Histogram
+    request_prompt_tokens: Histogram
+    request_output_tokens: Histogram
+    good_requests_total: Counter
+    """Answers that met both objectives; one that is not set is met."""
+    objective_seconds: Callable[[str], Gauge]
+    """By objective: ttft or tpot; 0: not set."""
     requests_total: Callable[[str], Counter]
     """By outcome: the finish reason, or the label of the error."""
     placements_total: Callable[[str], Counter]
@@ -142,8 +163,29 @@ class RouterMetrics:
             prefill_time_seconds=family.histogram(
                 "kvrelay_prefill_time_seconds", "First computed to first token sampled.", _WAIT_S
             ),
+            decode_time_seconds=family.histogram(
+                "kvrelay_decode_time_seconds", "First token to the end of the answer.", _WHOLE_S
+            ),
+            time_per_output_token_seconds=family.histogram(
+                "kvrelay_time_per_output_token_seconds",
+                "Mean gap between the tokens of one answer.",
+                _TOKEN_GAP_S,
+            ),
+            request_prompt_tokens=family.histogram(
+                "kvrelay_request_prompt_tokens", "Prompt tokens of an answered request.", _LENGTHS
+            ),
+            request_output_tokens=family.histogram(
+                "kvrelay_request_output_tokens", "Output tokens of an answered request.", _LENGTHS
+            ),
+            good_requests_total=family.counter(
+                "kvrelay_good_requests_total",
+                "Answers whose first token and time per token met their objectives.",
+            ),
+            objective_seconds=family.gauges(
+                "kvrelay_objective_seconds", "What answers should meet; 0: not set.", "objective"
+            ),
             requests_total=family.counters(
-                "kvrelay_requests_total", "Requests by how they ended.", "outcome"
+                "kvrelay_requests_total", "Requests by how they ended.", "outcome", OUTCOMES
             ),
             placements_total=family.counters(
                 "kvrelay_placements_total",
@@ -169,9 +211,10 @@ class WorkerMetrics:
     """What one instance does."""
 
     handoff_time_seconds: Histogram
-    """Source only, like the next three."""
+    """Source only, like the next four."""
     handoff_bytes_total: Counter
     handoff_hidden_ratio: Histogram
+    handoff_layer_lag_seconds: Histogram
     handoffs_total: Callable[[str], Counter]
     """By outcome: landed, cancelled or failed."""
     requests_running: Gauge
@@ -180,6 +223,8 @@ class WorkerMetrics:
     """By state: free, cached, held or quarantined."""
     kv_usage_ratio: Gauge
     kv_fragmentation_ratio: Gauge
+    cache_config: Callable[[int, int], None]
+    """Says the block size, in tokens, and the number of blocks."""
     prefix_cache_queries_tokens_total: Counter
     prefix_cache_hits_tokens_total: Counter
     prompt_tokens_total: Callable[[str], Counter]
@@ -187,7 +232,10 @@ class WorkerMetrics:
     output_tokens_total: Counter
     preemptions_total: Counter
     step_seconds: Histogram
+    """Its sum grows by a second a second while the instance is busy."""
     step_tokens: Histogram
+    computed_tokens_total: Callable[[str], Counter]
+    """By phase: prefill or decode; with what was computed again after a preemption."""
 
     @classmethod
     def create(
@@ -206,6 +254,11 @@ class WorkerMetrics:
                 "Share of handoff time that passed while prefill computed.",
                 _RATIO,
             ),
+            handoff_layer_lag_seconds=family.histogram(
+                "kvrelay_handoff_layer_lag_seconds",
+                "A layer's last chunk written to its bytes sent; one for each layer.",
+                _STEP_S,
+            ),
             handoffs_total=family.counters(
                 "kvrelay_handoffs_total", "Handoffs by how they ended.", "outcome", HANDOFF_OUTCOMES
             ),
@@ -216,6 +269,7 @@ class WorkerMetrics:
             kv_fragmentation_ratio=family.gauge(
                 "kvrelay_kv_fragmentation_ratio", "Share of the held slots that no token is for."
             ),
+            cache_config=family.cache_config(),
             prefix_cache_queries_tokens_total=family.counter(
                 "kvrelay_prefix_cache_queries_tokens_total", "Tokens looked up in the prefix cache."
             ),
@@ -236,6 +290,9 @@ class WorkerMetrics:
             ),
             step_seconds=family.histogram("kvrelay_step_seconds", "One step.", _STEP_S),
             step_tokens=family.histogram("kvrelay_step_tokens", "Tokens in one step.", _TOKENS),
+            computed_tokens_total=family.counters(
+                "kvrelay_computed_tokens_total", "Tokens computed in steps.", "phase", PHASES
+            ),
         )
 
     def set_blocks(self, *, free: int, cached: int, held: int, quarantined: int = 0) -> None:
@@ -244,46 +301,3 @@ class WorkerMetrics:
             self.kv_blocks(state).set(count)
         total = free + cached + held + quarantined
         self.kv_usage_ratio.set((held + quarantined) / total if total else 0.0)
-
-
-class MetricsServer(Component):
-    """Serves a registry at ``http://host:port/metrics``; ``port`` is real once it has started.
-
-    Raises (start):
-        InvalidArgument: a public host without ``insecure``.
-        Unavailable: the port cannot be bound.
-    """
-
-    def __init__(
-        self, registry: CollectorRegistry, host: str, port: int, *, insecure: bool = False
-    ) -> None:
-        self._registry = registry
-        self._host = numeric_host(host)
-        self.port = port
-        self._insecure = insecure
-        self._stop: Callable[[], None] | None = None
-
-    @property
-    def address(self) -> str:
-        return join_address(self._host, self.port)
-
-    async def start(self) -> None:
-        check_bind(self._host, self._insecure)
-        try:
-            server, thread = start_http_server(self.port, self._host, self._registry)
-        except OSError as error:
-            raise Unavailable(f"cannot bind {self.address}: {error.strerror}") from error
-        self.port = int(server.server_address[1])
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        self._stop = stop
-
-    async def stop(self) -> None:
-        stop, self._stop = self._stop, None
-        if stop is not None:
-            # shutdown() waits for the serving thread's next turn, half a second at most.
-            await asyncio.to_thread(stop)

@@ -24,7 +24,8 @@ from services.runtime.address import join_address
 from services.runtime.engine_port import EnginePort
 from services.runtime.errors import Unavailable
 from services.runtime.lifecycle import Component, Stack, StopSignals, run_until_stopped
-from services.runtime.metrics import MetricsServer, new_registry
+from services.runtime.metrics import new_registry
+from services.runtime.metrics_server import MetricsServer
 from services.runtime.server import GrpcServer, cluster_token
 from services.runtime.settings import Role, WorkerConfig
 from services.worker.build import LoadedModel, ReadModel, build_engine, load_model, read_model
@@ -195,7 +196,14 @@ class Worker(Component):
     def _assemble(self, loaded: LoadedModel) -> _Parts:
         config, loop = self._config, asyncio.get_running_loop()
         registry = new_registry()
-        observer = Observer(registry, loaded.model_id, self.instance_id)
+        runner = loaded.runner
+        observer = Observer(
+            registry,
+            loaded.model_id,
+            self.instance_id,
+            runner.layout.block_size,
+            runner.num_blocks,
+        )
         port = EnginePort(loop, observer.stepped)
         engine = build_engine(loaded, config.engine, port)
         services = RoleServices(

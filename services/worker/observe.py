@@ -15,6 +15,7 @@ from kvtransfer.stats import EndpointStats
 from protos import cluster_pb2
 from services.runtime.metrics import WorkerMetrics
 from services.runtime.settings import Role
+from services.runtime.vllm_names import in_both_names
 
 # How the source's endings are named in metrics, where a handoff lands or does not.
 HANDOFF_OUTCOMES = {
@@ -43,9 +44,18 @@ class Observer:
 
     Args:
         registry: what is served; the metrics of the present role are in it.
+        block_size, num_blocks: of the KV cache.
     """
 
-    def __init__(self, registry: CollectorRegistry, model: str, instance_id: str) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        model: str,
+        instance_id: str,
+        block_size: int,
+        num_blocks: int,
+    ) -> None:
+        self._cache_shape = (block_size, num_blocks)
         self._labels = (model, instance_id)
         self._present = CollectorRegistry()
         self._increments = Increments()
@@ -53,18 +63,21 @@ class Observer:
 
     def collect(self) -> Iterable[Metric]:
         """Called by Prometheus."""
-        return self._present.collect()
+        return in_both_names(self._present.collect())
 
     def metrics_for(self, role: Role) -> WorkerMetrics:
         """The metrics of an instance that has this role from now on."""
         self._present = CollectorRegistry()
         model, instance_id = self._labels
         self._metrics = WorkerMetrics.create(self._present, model, role, instance_id)
+        self._metrics.cache_config(*self._cache_shape)
         return self._metrics
 
     def stepped(self, record: StepRecord) -> None:
         self._metrics.step_seconds.observe(record.elapsed_s)
         self._metrics.step_tokens.observe(record.num_decode_tokens + record.num_prefill_tokens)
+        self._metrics.computed_tokens_total("decode").inc(record.num_decode_tokens)
+        self._metrics.computed_tokens_total("prefill").inc(record.num_prefill_tokens)
 
     def snapshot(self, load: EngineLoad, handoffs: EndpointStats) -> None:
         """Take over the engine's and, of a source, the KV endpoint's numbers."""

@@ -85,3 +85,16 @@ def test_answers_that_come_at_once_have_no_time_per_token() -> None:
         assert marks.note_tokens(3.0, 20, index) is None
     marks.finished_s = 3.5
     assert (timeline(marks).ttft_s, timeline(marks).tpot_s) == (2.0, 0.0)
+
+
+def test_an_answer_is_good_that_meets_both_objectives() -> None:
+    registry = CollectorRegistry()
+    metrics = RouterMetrics.create(registry, "m", "r")
+    marks = Marks(received_s=100.0, dispatched_s=100.0, finished_s=103.0)
+    for now_s in (101.0, 102.0, 103.0):
+        marks.note_tokens(now_s, 1)
+    good = []
+    for objectives in ((0, 0), (1.0, 1.0), (0.5, 0), (0, 0.5), (2, 2)):
+        observe(marks, metrics, *objectives)
+        good.append(metrics.good_requests_total._value.get())
+    assert good == [1, 2, 2, 2, 3]
