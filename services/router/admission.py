@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 
 from services.router.prediction import Prediction
-from services.runtime.errors import ResourceExhausted, Unavailable
+from services.runtime.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 
 RETRY_AFTER_S = 1.0
 
@@ -22,6 +22,7 @@ def check_in_time(predicted: Prediction, max_wait_s: float, left_s: float | None
 
     Raises:
         ResourceExhausted: with a hint when the queue will be short enough.
+        DeadlineExceeded: the deadline would be missed without any queue, too.
     """
     if predicted.wait_s > max_wait_s:
         raise _too_late(
@@ -29,11 +30,13 @@ def check_in_time(predicted: Prediction, max_wait_s: float, left_s: float | None
             predicted.wait_s - max_wait_s,
         )
     if left_s is not None and predicted.ttft_s > left_s:
-        raise _too_late(
+        said = (
             f"the first token would take {predicted.ttft_s:.1f} s, the deadline is in "
-            f"{max(0.0, left_s):.1f} s",
-            predicted.wait_s,
+            f"{max(0.0, left_s):.1f} s"
         )
+        if predicted.ttft_s - predicted.wait_s > left_s:
+            raise DeadlineExceeded(said)
+        raise _too_late(said, predicted.wait_s)
 
 
 def _too_late(what: str, retry_after_s: float) -> ResourceExhausted:

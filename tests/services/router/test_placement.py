@@ -12,7 +12,12 @@ from services.router.placement import Placement, score_decode, score_prefill
 from services.router.placement import place as place_demand
 from services.router.prediction import Demand, predict_here, predict_pair
 from services.router.rates import ENOUGH, Rates
-from services.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
+from services.runtime.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
 from services.runtime.settings import PlacementPolicy, Role
 from tests.services.router.conftest import StartRouter
 from tests.services.router.fake_worker import FakeWorker
@@ -316,3 +321,6 @@ def test_too_long_a_wait_and_too_near_a_deadline_are_refused() -> None:
     assert refused.value.retry_after_s == pytest.approx(5, rel=1e-2)
     with pytest.raises(ResourceExhausted, match=r"would take 9.4 s, the deadline is in 2.0 s"):
         check_in_time(predicted, max_wait_s=10, left_s=2)
+    # Trying again helps nobody whose time is too short for the prompt alone.
+    with pytest.raises(DeadlineExceeded, match=r"the deadline is in 0.1 s"):
+        check_in_time(predicted, max_wait_s=10, left_s=0.1)
