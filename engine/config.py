@@ -3,7 +3,7 @@
 A docstring per field: the command line takes its help and its defaults from here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtransfer.layout import KvLayout
 
@@ -13,11 +13,11 @@ class RopeScaling:
     """How rotary frequencies are stretched to contexts longer than the first training's."""
 
     kind: str
-    """linear, yarn (https://arxiv.org/abs/2309.00071), llama3, or divisors."""
+    """linear, yarn (https://arxiv.org/abs/2309.00071), llama3, dynamic, or divisors."""
     factor: float = 1.0
     """How much longer."""
     original_positions: int = 1
-    """Context of the first training, in tokens: yarn and llama3."""
+    """Context of the first training, in tokens: yarn, llama3 and dynamic."""
     slow: float = 1.0
     """Frequencies that turn less often than this within it are stretched wholly."""
     fast: float = 32.0
@@ -77,6 +77,25 @@ class ModelConfig:
     """What attention and MLP give is normed before it is added."""
     norms_add_one: bool = False
     """Norm weights are stored less one."""
+
+    @property
+    def longest_context(self) -> int:
+        """The most that can be asked for, in tokens; see ``stretched``."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind != "dynamic":
+            return self.max_positions
+        return max(self.max_positions, int(scaling.original_positions * scaling.factor))
+
+    def stretched(self, max_context: int) -> "ModelConfig":
+        """The model as it is computed where contexts may be so long.
+
+        Dynamic scaling takes its frequencies from a length. Transformers takes that of each
+        sequence, so that a token's KV would change as the sequence grows; here it is that of the
+        longest one, for all. Up to the length of the first training nothing is stretched.
+        """
+        if self.max_positions < max_context <= self.longest_context:
+            return replace(self, max_positions=max_context)
+        return self
 
     def window(self, layer: int) -> int | None:
         """See ``windows``."""

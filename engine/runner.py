@@ -50,20 +50,23 @@ class Runner:
     ) -> None:
         device = resolve_device(config.device)
         choice = choose(config, files)
-        self.model_config = files.config
+        self.model_config = model = files.config.stretched(config.max_context)
         self.recipe = choice.recipe
         self.layout = choice.layout
         kv_cache_bytes = config.kv_cache_bytes or default_kv_cache_bytes()
         self.num_blocks = num_blocks_for(kv_cache_bytes, self.layout)
         self.max_context = resolve_max_context(config, files.config, self.num_blocks)
-        self.model_digest = model_digest(files.identity, self.recipe, self.layout)
+        identity = files.identity
+        if model is not files.config:
+            identity += f", stretched to {model.max_positions}"
+        self.model_digest = model_digest(identity, self.recipe, self.layout)
         self.cache = PagedKvCache(self.layout, self.num_blocks, device)
         self._threads = config.threads
         self._files, self._tokenizer = files, tokenizer
         self._guides: Guides | None = None
         torch.set_num_threads(config.threads)
         weights = weights or read_weights(config, files)
-        self._model = build(weights, files.config, config.threads, self.max_context)
+        self._model = build(weights, model, config.threads, self.max_context)
 
     def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepResult:
         """One forward over the plan's sequences (at least one)."""
@@ -120,9 +123,9 @@ def resolve_max_context(config: EngineConfig, model: ModelConfig, num_blocks: in
     held = num_blocks * config.block_size
     if config.max_context == 0:
         return min(model.max_positions, held)
-    if config.max_context > model.max_positions:
+    if config.max_context > model.longest_context:
         raise CapacityError(
-            f"max_context {config.max_context}: the model was trained for {model.max_positions} "
+            f"max_context {config.max_context}: the model was trained for {model.longest_context} "
             "tokens; use --max-context up to that"
         )
     if config.max_context > held:

@@ -68,10 +68,8 @@ def _scaling(section: Fields, max_positions: int) -> RopeScaling | None:
         case "default":
             return None
         case "dynamic":
-            # It changes frequencies only beyond max_position_embeddings, where KV that is already
-            # there would become wrong; contexts end there, and up to it nothing is stretched.
-            section.number("factor")
-            return None
+            # Up to max_position_embeddings nothing is stretched; beyond it: ModelConfig.stretched.
+            return RopeScaling("dynamic", section.number("factor"), max_positions)
         case "linear":
             return RopeScaling("linear", section.number("factor"))
         case "llama3":

@@ -74,7 +74,8 @@ def read_weights(config: EngineConfig, files: ModelFiles) -> Weights:
     if choice.is_native:
         return PackedWeights(files.config, FileWeights(files), choice.recipe.weights)
     with torch.inference_mode():
-        return Decoder(files.config, files, TorchCpuOps(), choice.recipe.dtype)
+        model = files.config.stretched(config.max_context)
+        return Decoder(model, files, TorchCpuOps(), choice.recipe.dtype)
 
 
 def build(weights: Weights, config: ModelConfig, threads: int, max_context: int) -> StepModel:

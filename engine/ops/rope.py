@@ -23,9 +23,12 @@ class Rope:
         theta = config.rope_theta
         if is_local and config.local_rope_theta is not None:
             theta = config.local_rope_theta
+        scaling = None if is_local else config.rope_scaling
+        if scaling is not None and scaling.kind == "dynamic":
+            theta *= _dynamic(scaling, config)
+            scaling = None
         even = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
         plain = 1.0 / theta ** (even / config.head_dim)
-        scaling = None if is_local else config.rope_scaling
         self._scale = scaling.attention_factor if scaling else 1.0
         self.inverse_frequencies = _stretched(plain, theta, scaling) if scaling else plain
         """float32 ``[head_dim / 2]``"""
@@ -37,6 +40,15 @@ class Rope:
         return (
             (cosines, sines) if self._scale == 1.0 else (cosines * self._scale, sines * self._scale)
         )
+
+
+def _dynamic(scaling: RopeScaling, config: ModelConfig) -> float:
+    """By what the base grows for the model's longest context (NTK-aware scaling)."""
+    ratio = max(1.0, config.max_positions / scaling.original_positions)
+    grown: float = (scaling.factor * ratio - (scaling.factor - 1)) ** (
+        config.head_dim / (config.head_dim - 2)
+    )
+    return grown
 
 
 def _stretched(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:

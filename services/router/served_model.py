@@ -72,7 +72,7 @@ class ServedModel:
             files.model_id,
             files.aliases,
             config.family,
-            config.max_positions,
+            config.longest_context,
             config.vocab_size,
             files.tokenizer(),
         )
