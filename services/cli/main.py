@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from engine.config import EngineConfig
-from services.cli import options
+from services.cli import options, trace
 from services.cli.options import ADDRESS, ENGINE, ROUTER, field_option
 from services.launch.place import LaunchError
 from services.runtime.errors import to_service_error
@@ -64,10 +64,12 @@ def serve(
     ttft_slo_s: options.TtftSlo = ROUTER.ttft_slo_s,
     tpot_slo_s: options.TpotSlo = ROUTER.tpot_slo_s,
     max_wait_s: options.MaxWait = ROUTER.max_wait_s,
+    trace_requests: options.TraceRequests = ROUTER.trace_requests,
     host: options.Host = ROUTER.host,
     grpc_port: options.GrpcPort = ROUTER.grpc_port,
     http_port: options.HttpPort = ROUTER.http_port,
     insecure: options.Insecure = ROUTER.insecure,
+    log_format: options.LogFormat = options.LOG_FORMAT,
 ) -> None:
     """Keep a whole cluster up on this machine: a router and its instances.
 
@@ -109,6 +111,7 @@ def serve(
         ttft_slo_s=ttft_slo_s,
         tpot_slo_s=tpot_slo_s,
         max_wait_s=max_wait_s,
+        trace_requests=trace_requests,
         insecure=insecure,
     )
     plan = cluster.make_plan(router, roles, engine, transport)
@@ -155,6 +158,9 @@ def status(address: options.Address = ADDRESS, as_json: options.AsJson = False) 
     command.run(address, as_json=as_json)
 
 
+app.command("trace")(trace.command)
+
+
 @app.command()
 def router(
     model: options.ServedModel = ROUTER.model,
@@ -172,6 +178,7 @@ def router(
     ttft_slo_s: options.TtftSlo = ROUTER.ttft_slo_s,
     tpot_slo_s: options.TpotSlo = ROUTER.tpot_slo_s,
     max_wait_s: options.MaxWait = ROUTER.max_wait_s,
+    trace_requests: options.TraceRequests = ROUTER.trace_requests,
     max_requests: Annotated[
         int, field_option(RouterConfig, "max_requests", metavar="N")
     ] = ROUTER.max_requests,
@@ -179,6 +186,7 @@ def router(
         float, field_option(RouterConfig, "drain_timeout_s", metavar="SECONDS")
     ] = ROUTER.drain_timeout_s,
     insecure: options.Insecure = ROUTER.insecure,
+    log_format: options.LogFormat = options.LOG_FORMAT,
 ) -> None:
     """Run a router alone, as an orchestrator starts it. Needs KVRELAY_CLUSTER_TOKEN."""
     _run_alone(
@@ -194,6 +202,7 @@ def router(
             ttft_slo_s=ttft_slo_s,
             tpot_slo_s=tpot_slo_s,
             max_wait_s=max_wait_s,
+            trace_requests=trace_requests,
             max_requests=max_requests,
             insecure=insecure,
             drain_timeout_s=drain_timeout_s,
@@ -248,6 +257,7 @@ def worker(
     insecure: Annotated[
         bool, typer.Option("--insecure", help=field_help(WorkerConfig, "insecure"))
     ] = STANDALONE_WORKER.insecure,
+    log_format: options.LogFormat = options.LOG_FORMAT,
 ) -> None:
     """Run one instance alone, as an orchestrator starts it. Needs KVRELAY_CLUSTER_TOKEN."""
     engine = EngineConfig(

@@ -4,12 +4,14 @@ Defaults come from the same place: ``ENGINE`` and ``ROUTER`` are the configs wit
 Knows no command.
 """
 
+import os
 import re
 from typing import Annotated, Any
 
 import typer
 
 from engine.config import EngineConfig
+from services.runtime import journal
 from services.runtime.settings import RouterConfig, WorkerConfig, field_help, option_name
 
 ENGINE = EngineConfig()
@@ -58,6 +60,29 @@ TtftSlo = Annotated[float, field_option(RouterConfig, "ttft_slo_s", metavar="SEC
 TpotSlo = Annotated[float, field_option(RouterConfig, "tpot_slo_s", metavar="SECONDS")]
 MaxWait = Annotated[float, field_option(RouterConfig, "max_wait_s", metavar="SECONDS")]
 Insecure = Annotated[bool, typer.Option("--insecure", help=field_help(RouterConfig, "insecure"))]
+
+TraceRequests = Annotated[int, field_option(RouterConfig, "trace_requests", metavar="N")]
+
+
+def _set_log_format(name: str) -> str:
+    """For this process and those that it starts."""
+    if name not in journal.FORMATS:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(journal.FORMATS)}")
+    os.environ[journal.FORMAT_VARIABLE] = name
+    return name
+
+
+LogFormat = Annotated[
+    str,
+    typer.Option(
+        "--log-format",
+        metavar="text|json",
+        envvar=journal.FORMAT_VARIABLE,
+        callback=_set_log_format,
+        help="How a line of the log looks.",
+    ),
+]
+LOG_FORMAT = "text"
 
 Device = Annotated[str, field_option(EngineConfig, "device", metavar="auto|cpu|cuda")]
 Dtype = Annotated[str, field_option(EngineConfig, "dtype", metavar="auto|float32|bfloat16")]

@@ -133,9 +133,13 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         progress = _Progress(request_ids)
         handoff: SourceHandoff | None = None
 
+        chunks: list[tuple[int, float]] = []
+
         def on_layer(layer: int, num_tokens: int) -> None:
             if handoff is not None:
                 handoff.layer_ready(layer, num_tokens)
+            if start.wants_trace and layer == self._source.layout.num_layers - 1:
+                chunks.append((num_tokens, self._clock()))
 
         self._port.subscribe(request.request_id, progress.on_event, on_layer)
         for request_id in request_ids[1:]:
@@ -154,7 +158,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             session.emit(wire.PrefillEvent(request_id=start.request.request_id, started=started))
             stats, computed_s = await self._send(request, picked, handoff, progress)
             self._note(request, picked, stats)
-            return wire.PrefillDone(
+            done = wire.PrefillDone(
                 prefill_s=computed_s - granted_s,
                 handoff_s=stats.transfer_s,
                 handoff_hidden_ratio=stats.hidden_ratio,
@@ -163,6 +167,9 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 cached_tokens=picked.num_cached_tokens,
                 skipped_tokens=stats.num_held_tokens,
             )
+            if start.wants_trace:
+                _trace(done, stats, [(count, at_s - granted_s) for count, at_s in chunks])
+            return done
         finally:
             for request_id in request_ids:
                 self._port.unsubscribe(request_id)
@@ -216,6 +223,18 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             block_hashes=self._engine.block_hashes(request),
             block_table=picked.block_table,
         )
+
+
+def _trace(done: wire.PrefillDone, stats: HandoffStats, chunks: list[tuple[int, float]]) -> None:
+    """Add what only traces show; seconds since the grant."""
+    for send in stats.sends:
+        done.sends.layer.append(send.layer)
+        done.sends.written_s.append(send.written_s)
+        done.sends.begin_s.append(send.begin_s)
+        done.sends.end_s.append(send.end_s)
+    for num_tokens, end_s in chunks:
+        done.chunks.num_tokens.append(num_tokens)
+        done.chunks.end_s.append(end_s)
 
 
 def _failed_event(request_id: str, error: ServiceError) -> wire.PrefillEvent:

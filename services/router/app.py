@@ -32,6 +32,8 @@ from services.router.openai_api import OpenAiApi
 from services.router.served_model import ServedModel
 from services.router.serving import Serving
 from services.router.streams import dial_with
+from services.router.telemetry import Telemetry
+from services.router.traces import Traces
 from services.runtime.errors import Unavailable
 from services.runtime.lifecycle import Component, Stack, StopSignals, run_until_stopped
 from services.runtime.metrics import RouterMetrics, new_registry
@@ -63,6 +65,9 @@ class Router(Component):
         self._metrics = RouterMetrics.create(measured, model.model_id, secrets.token_hex(4))
         self._health = Health((INFERENCE,))
         self._fleet = Fleet(model.model_id, dial_with(token), self._follow)
+        self._telemetry = Telemetry.open()
+        tell = self._telemetry.tell if self._telemetry is not None else None
+        traces = Traces(model.model_id, config.trace_requests, tell)
         self._serving = serving = Serving(
             self._fleet,
             self._admission,
@@ -76,6 +81,7 @@ class Router(Component):
                 config.tpot_slo_s,
                 config.max_wait_s,
             ),
+            traces,
         )
         inference = InferenceService(model, serving)
         status = StatusService(model.model_id, self._fleet)
@@ -103,7 +109,7 @@ class Router(Component):
         )
         self._grpc = GrpcServer(mount_public, config.host, config.grpc_port, insecure=insecure)
         http = OpenAiApi(model, serving).app()
-        Observing(registry, serving.refresh_gauges, self._fleet.snapshot).mount(http)
+        Observing(registry, serving.refresh_gauges, self._fleet.snapshot, traces).mount(http)
         self._http = HttpServer(http, config.host, config.http_port, insecure=insecure)
         # Stopped in reverse: the faces end before the streams to the instances do.
         self._parts = Stack(self._fleet, self._internal, self._grpc, self._http)
@@ -131,6 +137,8 @@ class Router(Component):
         self._admission.close()
         self._serving.end_all(Unavailable("the router is stopping"))
         await self._parts.stop()
+        if self._telemetry is not None:
+            await asyncio.to_thread(self._telemetry.close)
 
     def _follow(self, snapshot: Snapshot) -> None:
         """The cluster changed: health and gauges follow."""

@@ -97,6 +97,7 @@ class Attempt:
                     handoff_id=handoff_id,
                     target_address=target.address,
                     target_instance_id=target.instance_id,
+                    wants_trace=self._marks.is_traced,
                 ),
                 self._sink(self._prefill),
                 num_tokens,

@@ -32,6 +32,7 @@ from services.router.sampling import RawSampling, Spelling
 from services.router.served_model import ServedModel
 from services.router.serving import Answer, Serving
 from services.router.several import RawBeamSearch
+from services.router.trace import Origin, origin_of
 from services.runtime.errors import (
     Aborted,
     InvalidArgument,
@@ -69,7 +70,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         try:
             with self._serving.enter(), _Reader(context) as reader:
                 typed = await self._serving.parse(self._raw(request))
-                answer = self._serving.answer(typed, received_s, deadline_s)
+                answer = self._serving.answer(
+                    typed, received_s, deadline_s, _origin(request, context)
+                )
                 async with contextlib.aclosing(answer):
                     async for event in answer:
                         response = _response(typed.request_id, request.client_request_id, event)
@@ -285,6 +288,13 @@ def _response(request_id: str, client_request_id: str, event: Answer) -> public.
         case public.Finished():
             response.finished.CopyFrom(event)
     return response
+
+
+def _origin(request: public.GenerateRequest, context: Any) -> Origin:
+    """For its trace."""
+    said = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+    operation = "chat" if request.WhichOneof("input") == "chat" else "text_completion"
+    return origin_of(operation, said)
 
 
 def _deadline(context: Any) -> float | None:

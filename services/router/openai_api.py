@@ -45,6 +45,7 @@ from services.router.openai_stream import (
 )
 from services.router.served_model import ServedModel
 from services.router.serving import Serving
+from services.router.trace import Origin, origin_of
 from services.runtime.errors import (
     Aborted,
     NotFound,
@@ -126,7 +127,9 @@ class OpenAiApi:
         except Exception as unexpected:
             return _error_response(self._serving.refused(unexpected), headers)
         echoes_only = isinstance(body, CompletionBody) and body.echoes_only
-        answers = self._answers(raws, received_s, echoes_only)
+        operation = "chat" if kind is ChatBody else "text_completion"
+        origin = origin_of(operation, request.headers)
+        answers = self._answers(raws, received_s, echoes_only, origin)
         try:
             count = len(raws) * max(1, body.n or 1)
             work = self._respond(body, form, answers, count, headers)
@@ -167,7 +170,7 @@ class OpenAiApi:
         return JSONResponse(form.whole(envelope, choices), headers=dict(headers))
 
     async def _answers(
-        self, raws: Sequence[RawRequest], received_s: float, echoes_only: bool
+        self, raws: Sequence[RawRequest], received_s: float, echoes_only: bool, origin: Origin
     ) -> Answers:
         """The events of all requests as they come, each with the choice it belongs to."""
         with self._serving.enter(len(raws)):
@@ -177,7 +180,9 @@ class OpenAiApi:
                 for raw, each in zip(raws, requests, strict=True)
             ]
             groups = choices_of(requests, echoes)
-            streams = [self._serving.answer(request, received_s) for request in requests]
+            streams = [
+                self._serving.answer(request, received_s, origin=origin) for request in requests
+            ]
             async with contextlib.aclosing(merge(streams)) as merged:
                 async for index, event in merged:
                     for choice, part in by_choice(groups[index], event):

@@ -27,6 +27,8 @@ from services.router.fleet import Fleet
 from services.router.intake import Intake, Prompt, RawRequest
 from services.router.request_table import RequestEvent, RequestRecord, RequestTable
 from services.router.timeline import Marks, observe, timeline
+from services.router.trace import Origin
+from services.router.traces import Traces
 from services.runtime.errors import (
     ERROR_CODES,
     Aborted,
@@ -43,6 +45,7 @@ CLIENT_IS_AHEAD_S = 0.1
 """A client's time began to run before its call was here, and is over before ours is: a call that
 ends so close to its deadline has met it."""
 
+UNKNOWN = Origin()
 Answer = public.Accepted | public.Tokens | public.ChoiceFinished | public.Finished
 
 FINISH_REASON_NAMES = {
@@ -64,6 +67,7 @@ class Serving:
         metrics: RouterMetrics,
         max_context: int,
         rules: Rules,
+        traces: Traces,
         clock: Callable[[], float] = time.monotonic,
         new_handoff_id: Callable[[], bytes] = draw_handoff_id,
     ) -> None:
@@ -73,6 +77,7 @@ class Serving:
         self._metrics = metrics
         self._max_context = max_context
         self._rules = rules
+        self._traces = traces
         self._clock = clock
         self._table = RequestTable()
         self._attempts = Attempts(fleet, metrics, rules, clock, new_handoff_id)
@@ -137,19 +142,24 @@ class Serving:
         return await self._intake.token_ids(prompt, name)
 
     async def answer(
-        self, request: Request, received_s: float, deadline_s: float | None = None
+        self,
+        request: Request,
+        received_s: float,
+        deadline_s: float | None = None,
+        origin: Origin = UNKNOWN,
     ) -> AsyncGenerator[Answer, None]:
         """Accepted, any number of Tokens, with several answers a ChoiceFinished each, Finished.
 
         Args:
             received_s: when it reached the router, by the clock.
             deadline_s: when the client stops waiting, a time of the running loop.
+            origin: for its trace.
 
         Raises:
             ServiceError: instead of Finished.
         """
         record = RequestRecord(request.request_id, len(request.prompt_token_ids))
-        marks = Marks(received_s)
+        marks = Marks(received_s, is_traced=self._traces.are_wanted)
         self._table.add(record)
         outcome = "abort"  # of an iterator that is closed early
         try:
@@ -187,7 +197,7 @@ class Serving:
                 outcome = ERROR_CODES[DeadlineExceeded].label
             raise
         finally:
-            self._account(record, marks, outcome)
+            self._account(record, marks, outcome, origin)
 
     def _note(self, marks: Marks, tokens: public.Tokens) -> None:
         count = len(tokens.token_ids)
@@ -226,11 +236,13 @@ class Serving:
             timeline=timeline(marks),
         )
 
-    def _account(self, record: RequestRecord, marks: Marks, outcome: str) -> None:
+    def _account(self, record: RequestRecord, marks: Marks, outcome: str, origin: Origin) -> None:
         if not record.is_terminal:
             record.advance(RequestEvent.ABORT)
         self._table.remove(record)
         self._metrics.requests_total(outcome).inc()
+        e2e_s = self._clock() - marks.received_s
+        self._traces.end(record.request_id, record.num_prompt_tokens, marks, origin, outcome, e2e_s)
         said = fields(
             request=record.request_id,
             outcome=outcome,
@@ -238,6 +250,6 @@ class Serving:
             output_tokens=marks.num_output_tokens,
             prefill=marks.prefill_instance,
             decode=marks.decode_instance,
-            e2e_s=f"{self._clock() - marks.received_s:.3f}",
+            e2e_s=f"{e2e_s:.3f}",
         )
         log.info("request %s", said)

@@ -11,6 +11,8 @@ from protos import inference_pb2 as public
 from protos import worker_pb2 as wire
 from services.runtime.metrics import RouterMetrics
 
+MAX_TOKEN_TIMES = 1024
+
 
 @dataclass(slots=True)
 class Marks:
@@ -23,6 +25,10 @@ class Marks:
     last_token_s: dict[int, float] = field(default_factory=dict)
     """Of each answer, by index."""
     finished_s: float | None = None
+    token_times_s: list[float] = field(default_factory=list)
+    """When tokens came, in seconds since the request did: of the first ``MAX_TOKEN_TIMES``."""
+    is_traced: bool = False
+    """Instances should report what only traces show."""
     num_output_tokens: int = 0
     """Of all answers together."""
     num_longest_tokens: int = 0
@@ -51,6 +57,8 @@ class Marks:
         before_s = self.last_token_s.get(index)
         self.last_token_s[index] = now_s
         self.num_output_tokens += count
+        if len(self.token_times_s) < MAX_TOKEN_TIMES:
+            self.token_times_s.append(now_s - self.received_s)
         self._num_tokens[index] += count
         self.came_in_pieces |= before_s is not None
         self.num_longest_tokens = max(self.num_longest_tokens, self._num_tokens[index])

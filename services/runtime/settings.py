@@ -19,6 +19,7 @@ from services.runtime.address import check_bind
 from services.runtime.errors import InvalidArgument, NotFound
 
 MAX_PORT = 65_535
+MAX_TRACES = 10_000
 
 
 class Role(StrEnum):
@@ -83,6 +84,8 @@ class RouterConfig:
     """A request whose prompt is predicted to wait longer is refused at once, in seconds."""
     max_requests: int = 1024
     """Most requests at once; more are refused with a hint when to retry."""
+    trace_requests: int = 256
+    """Finished requests of which `kvrelay trace` can show where their time went; 0: none."""
     insecure: bool = False
     """Allow addresses that other machines can reach, without encryption or keys."""
     drain_timeout_s: float = 30.0
@@ -97,6 +100,9 @@ class RouterConfig:
         _check_at_least("disaggregate_from", self.disaggregate_from, 0)
         _check_choice("placement", self.placement, tuple(PlacementPolicy))
         _check_at_least("max_requests", self.max_requests, 1)
+        _check_at_least("trace_requests", self.trace_requests, 0)
+        if self.trace_requests > MAX_TRACES:
+            raise InvalidArgument("--trace-requests", f"must not be more than {MAX_TRACES}")
         for name in ("ttft_slo_s", "tpot_slo_s"):
             _check_at_least(name, getattr(self, name), 0)
         if not self.max_wait_s > 0:

@@ -32,6 +32,29 @@ def test_generate(cluster: Cluster) -> None:
     assert answer["timeline"]["prefill_instance"].startswith("prefill-")
 
 
+def test_trace(cluster: Cluster) -> None:
+    prompt = "A prompt that is long enough for blocks of its own. " * 4
+    answer = json.loads(kvrelay(cluster, "generate", prompt, "--max-tokens", "6", "--json"))
+    command = [*KVRELAY, "trace", answer["request_id"], "--url", cluster.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    events = json.loads(done.stdout)["traceEvents"]
+    bars = {event["name"]: event for event in events if event["ph"] == "X"}
+    assert {"request", "queue", "prefill", "handoff", "decode", "layer 0", "layer 1"} <= set(bars)
+    whole = bars["request"]
+    assert all(bar["ts"] >= 0 and bar["dur"] >= 0 for bar in bars.values())
+    assert bars["decode"]["ts"] + bars["decode"]["dur"] <= whole["dur"] + 1
+    steps = [event for event in events if event["name"] == "tokens"]
+    assert len(steps) == answer["usage"]["output_tokens"] == whole["args"]["output_tokens"]
+    assert [event["args"] for event in events if event["name"] == "chunk"][-1] == {
+        "num_computed_tokens": answer["usage"]["prompt_tokens"]
+    }
+    assert "prompt that" not in done.stdout
+    unknown = subprocess.run(
+        [*command[:-3], "0" * 24, *command[-2:]], capture_output=True, text=True
+    )
+    assert unknown.returncode == 1 and "no such request" in unknown.stderr
+
+
 def test_status(cluster: Cluster) -> None:
     status = json.loads(kvrelay(cluster, "status", "--json"))
     told = {instance["instance_id"]: instance for instance in cluster.status()}

@@ -12,6 +12,7 @@ from services.router.intake import Intake
 from services.router.membership import Instance
 from services.router.serving import Serving
 from services.router.streams import WorkStream
+from services.router.traces import Traces
 from services.runtime.errors import ServiceError, Unavailable
 from services.runtime.metrics import RouterMetrics, new_registry
 from tests.simulation.instance import MODEL, ROUTER_ADDRESS
@@ -41,6 +42,7 @@ class SimulatedRouter:
             _metrics(),
             max_context=1 << 16,
             rules=rules,
+            traces=Traces(MODEL, 0),
             clock=loop.time,
             new_handoff_id=lambda: rng.randbytes(16),
         )
