@@ -240,7 +240,6 @@ async def way_of(pair: Pair, name: str) -> dict[str, Any]:
 async def test_it_says_the_same_wherever_it_is_computed(
     pair: Pair, model: ReadModel, name: str
 ) -> None:
-    """PAINS 13, 15 to 18."""
     way = await way_of(pair, name)
     handed = await pair.ask(way, handoff=True)
     assert await pair.ask(way) == handed
