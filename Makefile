@@ -26,7 +26,7 @@ BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-quick test-kernels check protos install clean
+.PHONY: help demo serve test test-quick test-kernels check protos manifests install clean
 
 help:
 	@echo "make demo         start a cluster, stream one answer, show where its time went, stop"
@@ -36,6 +36,7 @@ help:
 	@echo "make test-kernels every GPU kernel in every combination, without a GPU (7 minutes)"
 	@echo "make check        ruff and mypy only"
 	@echo "make protos       regenerate the stubs in protos/"
+	@echo "make manifests    write the kustomize base anew from the chart"
 	@echo "make clean        remove the virtual environment and caches"
 
 demo: $(BASE)
@@ -61,6 +62,9 @@ check: $(DEV)
 
 protos: $(DEV)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
+
+manifests: $(DEV)
+	$(BIN)/python -m tests.deploy.charts
 
 install: $(BASE)
 

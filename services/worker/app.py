@@ -83,6 +83,7 @@ class Worker(Component):
         self._on_leave = on_leave
         self._token = cluster_token()
         self._parts: _Parts | None = None
+        self._is_registered = False
         self._draining = False
         self._changing = asyncio.Lock()
         self.instance_id = f"{config.role}-{secrets.token_hex(4)}"
@@ -98,6 +99,7 @@ class Worker(Component):
         self._parts = self._assemble(await asyncio.to_thread(self._load))
         await self._parts.stack.start()
         await self._parts.services.set_serving(True)
+        self._is_registered = True
 
     async def watch(self) -> None:
         await self._here.stack.watch()
@@ -211,7 +213,11 @@ class Worker(Component):
         )
         insecure = config.insecure
         metrics_server = MetricsServer(
-            registry, config.host, config.metrics_port, insecure=insecure
+            registry,
+            config.host,
+            config.metrics_port,
+            is_ready=lambda: self._is_registered and not self._draining,
+            insecure=insecure,
         )
 
         def mount(server: grpc.aio.Server) -> None:

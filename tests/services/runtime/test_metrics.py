@@ -1,5 +1,7 @@
 """Metric names, labels and the port that serves them."""
 
+import asyncio
+import urllib.error
 import urllib.request
 
 import pytest
@@ -82,6 +84,34 @@ async def test_the_metrics_port_serves_and_stops() -> None:
     await server.stop()
     with pytest.raises(OSError):
         urllib.request.urlopen(url, timeout=5)
+
+
+def status_of(address: str, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+async def test_probes_ask_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.runtime.metrics_server.ASK_TIMEOUT_S", 0.1)
+    ready = False
+    server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0, is_ready=lambda: ready)
+    await server.start()
+
+    async def ask(path: str) -> int:
+        return await asyncio.to_thread(status_of, server.address, path)
+
+    try:
+        assert (await ask("/health"), await ask("/ready")) == (200, 503)
+        ready = True
+        assert (await ask("/health"), await ask("/ready")) == (200, 200)
+        # Asked from here, the loop stands still until the answer is there.
+        assert status_of(server.address, "/health") == status_of(server.address, "/ready") == 503
+    finally:
+        await server.stop()
 
 
 async def test_a_public_metrics_port_is_refused() -> None:

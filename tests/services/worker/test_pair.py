@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -181,3 +183,23 @@ async def test_calls_without_the_token_are_refused(pair: Pair) -> None:
             async for _ in worker_pb2_grpc.DecodeStub(channel).Run(iter(())):
                 pass
     assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_an_instance_is_ready_while_it_takes_requests(pair: Pair) -> None:
+    def status_of(path: str) -> int:
+        url = f"http://{pair.decode.addresses.metrics}{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+
+    async def probes() -> list[int]:
+        return [await asyncio.to_thread(status_of, path) for path in ("/health", "/ready")]
+
+    assert await probes() == [200, 200]
+    await pair.decode.take_no_more()
+    assert await probes() == [200, 503]
+    await pair.decode.take_again()
+    assert await probes() == [200, 200]
