@@ -4,6 +4,7 @@ import re
 
 from services.runtime.vllm_names import INSTANCE, ROUTER
 from tests.deploy.observed import ROOT, families, rules
+from tests.deploy.options_table import BEGIN, END, options_table
 
 TEXT = (ROOT / "docs" / "operations.md").read_text("utf-8")
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]*) \| ([^|]*) \|$", re.MULTILINE)
@@ -50,3 +51,8 @@ def test_every_alert_is_in_the_table_with_its_condition_and_advice() -> None:
         )
         for rule in rules("alerts.yml")
     ]
+
+
+def test_every_option_is_in_the_table() -> None:
+    written = TEXT.split(BEGIN)[1].split(END)[0]
+    assert written == options_table(), "renew it: python -m tests.deploy.options_table"
