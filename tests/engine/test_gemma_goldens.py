@@ -52,10 +52,11 @@ def test_prompt_texts_encode_to_their_ids_and_back(files: ModelFiles) -> None:
         assert tokenizer.decode(ids) == golden["prompt"], golden["name"]
 
 
-def test_answers(files: ModelFiles) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_answers(files: ModelFiles, kernels: str) -> None:
     """All prompts at once, in chunks that end inside the window and beyond it."""
     config = EngineConfig(
-        dtype="float32", kernels="auto", block_size=BLOCK_SIZE, kv_cache_bytes=256 << 20
+        dtype="float32", kernels=kernels, block_size=BLOCK_SIZE, kv_cache_bytes=256 << 20
     )
     runner = Runner(config, files)
     check(answers(runner, GOLDENS, chunk=200, num_tokens=NUM_TOKENS))

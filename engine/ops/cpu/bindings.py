@@ -7,9 +7,10 @@ for the length of every call. Called by ``native_model`` and by the kernels' tes
 import ctypes
 from pathlib import Path
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 FLOAT32, BFLOAT16, INT8, Q8_0, Q4_0, Q4_1 = range(6)
+ACTIVATIONS = {"silu": 0, "gelu": 1}
 KIND_NAMES = ("float32", "bfloat16", "int8", "Q8_0", "Q4_0", "Q4_1")
 
 STATUS_REASONS = {
@@ -50,6 +51,12 @@ class Layer(ctypes.Structure):
         ("mlp_norm", Pointer),
         ("query_norm", Pointer),
         ("key_norm", Pointer),
+        ("attention_post_norm", Pointer),
+        ("mlp_post_norm", Pointer),
+        ("cosines", Pointer),
+        ("sines", Pointer),
+        ("window", Int),
+        ("reserved", Int),
     )
 
 
@@ -68,11 +75,14 @@ class Model(ctypes.Structure):
         ("layers", Pointer),
         ("head", Linear),
         ("final_norm", Pointer),
-        ("cosines", Pointer),
-        ("sines", Pointer),
         ("embedding", Pointer),
         ("embedding_kind", Int),
         ("rms_norm_eps", ctypes.c_float),
+        ("embedding_scale", ctypes.c_float),
+        ("attention_scale", ctypes.c_float),
+        ("attention_soft_cap", ctypes.c_float),
+        ("logits_soft_cap", ctypes.c_float),
+        ("activation", Int),
     )
 
 
@@ -122,7 +132,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "kvr_forward": (Int, (Pointer, Pointer, Pointer, Pointer)),
     "kvr_wait_layers": (Int, (Pointer, Int, ctypes.c_int64)),
     "kvr_linear": (Int, (Pointer, Pointer, Pointer, Int, Int, Pointer)),
-    "kvr_swiglu": (Int, (Pointer, Pointer, Pointer, Pointer, Int, Pointer)),
+    "kvr_gated_mlp": (Int, (Pointer, Pointer, Pointer, Int, Pointer, Int, Pointer)),
     "kvr_rms_norm": (None, (Pointer, Pointer, Int, Int, ctypes.c_float, Pointer)),
     "kvr_embed": (None, (Pointer, Pointer, Int, Pointer)),
     "kvr_attention": (Int, (Pointer, Pointer, Pointer, Int, Pointer, Pointer, Pointer)),

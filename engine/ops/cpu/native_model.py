@@ -1,4 +1,4 @@
-"""A Llama that computes a whole step in one native call.
+"""A decoder that computes a whole step in one native call.
 
     1  build    once, over packed weights (``weights``): rope tables, threads
     2  step     a mixed batch of prompt chunks and decode rows: KV is written layer by layer,
@@ -97,6 +97,7 @@ class NativeLlama:
         self.config = config
         self.native = bindings.load(library(instruction_set))
         self.weights = weights
+        self._keep: list[npt.NDArray[np.float32]] = []
         self._struct = self._model_struct(max_positions or config.max_positions)
         self._context = self.native.kvr_context_new(threads)
         if not self._context:
@@ -170,7 +171,8 @@ class NativeLlama:
 
     def _model_struct(self, max_positions: int) -> bindings.Model:
         config, weights = self.config, self.weights
-        cosines, sines = rope_tables(config, max_positions)
+        self._layers = layers_with_rope(config, weights.layers, max_positions, self._keep)
+        scale = config.attention_scale
         return bindings.Model(
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
@@ -180,14 +182,17 @@ class NativeLlama:
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             max_positions=max_positions,
-            layers=ctypes.addressof(weights.layers),
+            layers=ctypes.addressof(self._layers),
             head=weights.head,
             final_norm=weights.final_norm,
-            cosines=weights.keep(cosines),
-            sines=weights.keep(sines),
             embedding=weights.embedding,
             embedding_kind=weights.embedding_kind,
             rms_norm_eps=config.rms_norm_eps,
+            embedding_scale=weights.embedding_scale,
+            attention_scale=config.head_dim**-0.5 if scale is None else scale,
+            attention_soft_cap=config.attention_soft_cap or 0.0,
+            logits_soft_cap=config.logits_soft_cap or 0.0,
+            activation=bindings.ACTIVATIONS[config.activation],
         )
 
     def _cache_struct(self, cache: PagedKvCache) -> bindings.Cache:
@@ -288,9 +293,26 @@ def cache_struct(cache: PagedKvCache) -> tuple[bindings.Cache, object]:
     return struct, addresses
 
 
+def layers_with_rope(
+    config: ModelConfig,
+    layers: "ctypes.Array[bindings.Layer]",
+    max_positions: int,
+    keep: list[npt.NDArray[np.float32]],
+) -> "ctypes.Array[bindings.Layer]":
+    """A copy of the layers that points at rope tables of ``max_positions``, put into ``keep``."""
+    copied = type(layers).from_buffer_copy(layers)
+    kinds = {config.has_local_rope(i) for i in range(len(copied))}
+    tables = {is_local: rope_tables(config, max_positions, is_local) for is_local in kinds}
+    for i, layer in enumerate(copied):
+        cosines, sines = tables[config.has_local_rope(i)]
+        layer.cosines, layer.sines = cosines.ctypes.data, sines.ctypes.data
+    keep += [table for pair in tables.values() for table in pair]
+    return copied
+
+
 def rope_tables(
-    config: ModelConfig, max_positions: int
+    config: ModelConfig, max_positions: int, is_local: bool
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Cosines and sines, [max_positions, head_dim / 2] each, computed as the torch model does."""
-    cosines, sines = Rope(config).angles(torch.arange(max_positions))
+    cosines, sines = Rope(config, is_local).angles(torch.arange(max_positions))
     return cosines.numpy(), sines.numpy()

@@ -59,6 +59,11 @@ def silu(x: Matrix) -> Matrix:
     return x / (1 + np.exp(-x))
 
 
+def gelu(x: Matrix) -> Matrix:
+    """Its tanh form."""
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Matrix:
     """Over the last dimension."""
     wide = x.astype(np.float64)
@@ -74,22 +79,40 @@ def rotary(x: Matrix, positions: npt.NDArray[np.integer], theta: float) -> Matri
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def attention(queries: Matrix, keys: Matrix, values: Matrix, start: int) -> Matrix:
+def attention(
+    queries: Matrix,
+    keys: Matrix,
+    values: Matrix,
+    start: int,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Matrix:
     """One sequence, causal, grouped queries.
 
     Args:
         queries: [rows, num_heads, head_dim] at positions ``start`` and on.
         keys, values: [start + rows, num_kv_heads, head_dim].
+        scale: multiplies scores; None: head_dim ** -0.5.
+        window: positions that a row sees, its own included; None: all.
+        soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap); None: they stay.
 
     Returns:
         [rows, num_heads, head_dim].
     """
     rows, num_heads, head_dim = queries.shape
     group = num_heads // keys.shape[1]
-    hidden = np.arange(len(keys)) > (start + np.arange(rows))[:, None]
+    at, own = np.arange(len(keys)), (start + np.arange(rows))[:, None]
+    hidden = at > own
+    if window is not None:
+        hidden |= at <= own - window
     output = np.empty_like(queries)
     for head in range(num_heads):
-        scores = queries[:, head] @ keys[:, head // group].T / np.sqrt(head_dim)
+        scores = queries[:, head] @ keys[:, head // group].T
+        scores *= head_dim**-0.5 if scale is None else scale
+        if soft_cap is not None:
+            scores = soft_cap * np.tanh(scores / soft_cap)
         scores[hidden] = -np.inf
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)

@@ -1,6 +1,6 @@
 """A model's weights as the native kernels read them: one arena, in the order a step reads it.
 
-Decides per matrix how it is stored, given the recipe. Knows names and shapes of a Llama, not how
+Decides per matrix how it is stored, given the recipe. Knows names and shapes of decoders, not how
 anything is computed. Called by ``native_model``.
 """
 
@@ -82,8 +82,9 @@ class PackedWeights:
         for i, plans in enumerate(layer_plans):
             self.layers[i] = self._layer(i, plans)
         self.head = self._linear(head_plan)
-        self.final_norm = self.keep(self._floats("model.norm.weight"))
+        self.final_norm = self._norm("model.norm")
         self.embedding, self.embedding_kind = self._embedding()
+        self.embedding_scale = self._embedding_scale()
         self.kinds = {bindings.KIND_NAMES[plan.kind] for plan in every_plan}
 
     def keep(self, array: Array) -> int:
@@ -135,16 +136,32 @@ class PackedWeights:
         return bindings.BFLOAT16
 
     def _layer(self, i: int, plans: tuple[MatrixPlan, ...]) -> bindings.Layer:
-        name = f"model.layers.{i}."
+        """All of a layer but its rope tables, which depend on the longest context."""
+        config, name = self._config, f"model.layers.{i}."
+        mlp_norm, post = "post_attention_layernorm", config.post_norms
+        if post:
+            mlp_norm = "pre_feedforward_layernorm"
+        qkv, attention_out, gate_up, down = (self._linear(plan) for plan in plans)
         return bindings.Layer(
-            *(self._linear(plan) for plan in plans),
-            self.keep(self._floats(f"{name}input_layernorm.weight")),
-            self.keep(self._floats(f"{name}post_attention_layernorm.weight")),
-            *(self._head_norm(f"{name}self_attn.{part}_norm.weight") for part in "qk"),
+            qkv,
+            attention_out,
+            gate_up,
+            down,
+            attention_norm=self._norm(f"{name}input_layernorm"),
+            mlp_norm=self._norm(f"{name}{mlp_norm}"),
+            query_norm=self._norm(f"{name}self_attn.q_norm") if config.head_norms else None,
+            key_norm=self._norm(f"{name}self_attn.k_norm") if config.head_norms else None,
+            attention_post_norm=self._norm(f"{name}post_attention_layernorm") if post else None,
+            mlp_post_norm=self._norm(f"{name}post_feedforward_layernorm") if post else None,
+            window=config.window(i) or 0,
         )
 
-    def _head_norm(self, name: str) -> int | None:
-        return self.keep(self._floats(name)) if self._config.head_norms else None
+    def _norm(self, name: str) -> int:
+        """The address of a norm's weights, whole."""
+        stored = self._floats(f"{name}.weight")
+        if self._config.norms_add_one:
+            stored = np.add(stored, 1, dtype=np.float32)
+        return self.keep(stored)
 
     def _bias(self, plan: MatrixPlan) -> int | None:
         """The address of the bias, in the order of the packed outputs."""
@@ -184,6 +201,11 @@ class PackedWeights:
             return self.keep(self._floats(name)), bindings.FLOAT32
         return self.keep(np.ascontiguousarray(self._bfloat16(name))), bindings.BFLOAT16
 
+    def _embedding_scale(self) -> float:
+        """As models are trained: rounded to bfloat16, unless all is float32."""
+        scale = torch.tensor(self._config.embedding_scale)
+        return float(scale if self._recipe == "float32" else scale.bfloat16())
+
 
 def _stacked(parts: list[npt.NDArray[T]], plan: MatrixPlan) -> npt.NDArray[T]:
     if plan.interleaved:
@@ -195,11 +217,12 @@ def check_shapes(config: ModelConfig) -> None:
     """Refuse what the kernels do not compute.
 
     Raises:
-        UnsupportedModel: names the first such number or feature.
+        UnsupportedModel: names the first such number.
     """
-    for name, is_there in _foreign_features(config).items():
-        if is_there:
-            raise UnsupportedModel(f"native kernels: no {name}; the torch path serves it")
+    if config.head_norms and config.head_dim % NORM_STEP:
+        raise UnsupportedModel(
+            f"native kernels: no norms of heads of {config.head_dim}; the torch path serves it"
+        )
     if config.head_dim % HEAD_DIM_STEP or config.head_dim > LARGEST_HEAD_DIM:
         raise UnsupportedModel(
             f"native kernels: head_dim {config.head_dim} is not a multiple of {HEAD_DIM_STEP} "
@@ -216,19 +239,3 @@ def check_shapes(config: ModelConfig) -> None:
                 f"native kernels: {name} {width} is not a multiple of {INPUT_STEP}; "
                 "the torch path serves it"
             )
-
-
-def _foreign_features(config: ModelConfig) -> dict[str, bool]:
-    """What the kernels have no code for, and whether the model has it."""
-    return {
-        f"norms of heads of {config.head_dim}": (
-            config.head_norms and config.head_dim % NORM_STEP != 0
-        ),
-        "norms after attention and MLP": config.post_norms,
-        "norm weights less one": config.norms_add_one,
-        "sliding windows": any(config.windows),
-        "soft caps": bool(config.attention_soft_cap or config.logits_soft_cap),
-        "scaled embeddings": config.embedding_scale != 1.0,
-        "other scale of scores": config.attention_scale is not None,
-        f"{config.activation} in the MLP": config.activation != "silu",
-    }

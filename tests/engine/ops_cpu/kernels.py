@@ -11,7 +11,7 @@ from engine.ops.cpu import bindings, pack
 from engine.ops.cpu.build import library
 from engine.ops.cpu.instruction_sets import InstructionSet
 from engine.ops.cpu.memory import Arena
-from engine.ops.cpu.native_model import cache_struct, rope_tables
+from engine.ops.cpu.native_model import cache_struct, layers_with_rope
 
 GGUF_TYPES = {bindings.Q8_0: "Q8_0", bindings.Q4_0: "Q4_0", bindings.Q4_1: "Q4_1"}
 
@@ -51,12 +51,15 @@ class Kernels:
         assert status == 0
         return y
 
-    def swiglu(self, gate_up: PackedMatrix, down: PackedMatrix, x: np.ndarray) -> np.ndarray:
+    def gated_mlp(
+        self, gate_up: PackedMatrix, down: PackedMatrix, activation: str, x: np.ndarray
+    ) -> np.ndarray:
         y = np.full((len(x), down.struct.outputs), np.nan, np.float32)
-        status = self.native.kvr_swiglu(
+        status = self.native.kvr_gated_mlp(
             self.context,
             ctypes.addressof(gate_up.struct),
             ctypes.addressof(down.struct),
+            bindings.ACTIVATIONS[activation],
             x.ctypes.data,
             len(x),
             y.ctypes.data,
@@ -78,13 +81,19 @@ class Kernels:
         qkv: np.ndarray,
     ) -> np.ndarray:
         """``sequences``: (start, rows, block table int32) each."""
-        cosines, sines = rope_tables(config, config.max_positions)
+        bare = (bindings.Layer * config.num_layers)()
+        for i, one in enumerate(bare):
+            one.window = config.window(i) or 0
+        tables: list[np.ndarray] = []
+        layers = layers_with_rope(config, bare, config.max_positions, tables)
+        scale = config.attention_scale
         model = bindings.Model(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            cosines=cosines.ctypes.data,
-            sines=sines.ctypes.data,
+            layers=ctypes.addressof(layers),
+            attention_scale=config.head_dim**-0.5 if scale is None else scale,
+            attention_soft_cap=config.attention_soft_cap or 0.0,
         )
         parts = (bindings.Sequence * len(sequences))()
         for part, (start, rows, table) in zip(parts, sequences, strict=True):

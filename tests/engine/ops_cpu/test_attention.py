@@ -4,7 +4,7 @@ Mixed batches of chunks and decode rows over shuffled blocks, with earlier token
 head sizes, groups and lengths around every boundary of the kernels.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -83,7 +83,15 @@ class Bench:
         """Of the sequence's last ``rows`` tokens: [rows, num_heads * head_dim]."""
         queries, keys, values = self.parts(sequence)
         start = sequence.length - rows
-        out = reference.attention(queries[start:], keys, values, start)
+        out = reference.attention(
+            queries[start:],
+            keys,
+            values,
+            start,
+            scale=self.config.attention_scale,
+            window=self.config.window(LAYER),
+            soft_cap=self.config.attention_soft_cap,
+        )
         return out.reshape(rows, -1)
 
     def parts(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -95,7 +103,7 @@ class Bench:
         queries, keys, values = rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv :]
         if self.dtype != "float32":
             # Queries are scaled before they are rounded.
-            scale = np.log2(np.e) / np.sqrt(config.head_dim)
+            scale = np.log2(np.e) * (config.attention_scale or config.head_dim**-0.5)
             queries = reference.bfloat16(queries * scale) / scale
             rounded = reference.bfloat16 if self.dtype == "bfloat16" else reference.int8_heads
             keys, values = rounded(keys), rounded(values)
@@ -164,12 +172,52 @@ def test_mixed_batches(kernels: Kernels, dtype: str, block_size: int) -> None:
     assert row == len(y)
 
 
+RULES = {
+    "plain": {},
+    "window": {"windows": (None, 20)},
+    "scale": {"attention_scale": 0.05},
+    "cap": {"attention_soft_cap": 1.5, "attention_scale": 0.5},
+    "all": {"windows": (7, 260), "attention_soft_cap": 20.0, "attention_scale": 0.4},
+}
+by_rules = pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_how_it_was_batched(kernels: Kernels, dtype: str) -> None:
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 24, 255, 256, 257, 299, 300, 1000])
+def test_windows(kernels: Kernels, dtype: str, window: int) -> None:
+    """Across chunks, beginning anywhere in one; another layer's window does not matter."""
+    bench = Bench(dtype, 6, 2, 32)
+    bench.config = replace(bench.config, windows=(3, window))
+    sequence, other = bench.sequence(640), bench.sequence(20)
+
+    bench.assert_close(bench.step(kernels, [(sequence, 600)]), sequence, 600)
+    y = bench.step(kernels, [(sequence, 33), (other, 17)])
+    bench.assert_close(y[:33], sequence, 33)
+    bench.assert_close(y[33:], other, 17)
+    bench.assert_close(bench.step(kernels, [(sequence, 1)]), sequence, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@by_rules
+def test_scales_and_soft_caps(kernels: Kernels, dtype: str, rules: dict[str, object]) -> None:
+    bench = Bench(dtype, 4, 1, 256)
+    bench.config = replace(bench.config, **rules)
+    sequence = bench.sequence(310)
+
+    bench.assert_close(bench.step(kernels, [(sequence, 300)]), sequence, 300)
+    bench.assert_close(bench.step(kernels, [(sequence, 1)]), sequence, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@by_rules
+def test_a_row_does_not_depend_on_how_it_was_batched(
+    kernels: Kernels, dtype: str, rules: dict[str, object]
+) -> None:
     """Whole, in chunks, token by token: bit for bit the same."""
     outputs = []
     for counts in ([300], [64, 64, 64, 64, 44], [299, 1], [7, 1, 1, 250, 41]):
         bench = Bench(dtype, 6, 2, 32)
+        bench.config = replace(bench.config, **rules)
         sequence, other = bench.sequence(300), bench.sequence(300)
         qkv = np.random.default_rng(5).standard_normal((300, 320)).astype(np.float32)
         rows, at = [], 0

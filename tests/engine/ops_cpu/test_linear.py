@@ -95,25 +95,45 @@ def test_extreme_activations(kernels: Kernels, kind: int) -> None:
 
 
 @by_kind
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("rows", [1, 7, 26])
-def test_swiglu(kernels: Kernels, kind: int, rows: int) -> None:
+def test_gated_mlp(kernels: Kernels, kind: int, rows: int, activation: str) -> None:
     hidden, ffn = 64, 192
     gate, up = random(ffn, hidden, seed=10), random(ffn, hidden, seed=11)
     gate_up = packed(pack.interleave_gate_up(gate, up), kind)
     down = packed(random(64, ffn, seed=12), kind)
     x = random(rows, hidden, seed=13)
 
-    y = kernels.swiglu(gate_up, down, x)
+    y = kernels.gated_mlp(gate_up, down, activation, x)
 
     halves = gate_up.values.reshape(-1, 2, 16, hidden).swapaxes(0, 1).reshape(2, ffn, hidden)
     gated, upped = (reference.linear(x, half, kind) for half in halves)
-    middle = (reference.silu(gated) * upped).astype(np.float32)
+    passed = {"silu": reference.silu, "gelu": reference.gelu}[activation](gated)
+    middle = (passed * upped).astype(np.float32)
     expected = reference.linear(middle, down.values, kind)
     # What is rounded again half-way may round to the other neighbour, and the exponential is
     # good to 4e-5 where the result is rounded.
     step = {bindings.FLOAT32: 1e-6, bindings.BFLOAT16: 2**-8}.get(kind, 1 / 100)
     bound = step * np.abs(middle).max() * np.abs(down.values).max() * np.sqrt(ffn)
     assert np.abs(y - expected).max() <= bound
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gates_of_any_size(kernels: Kernels, activation: str) -> None:
+    """Where a gate is far out, its activation is zero or the gate itself, never NaN."""
+    eye = np.eye(32, dtype=np.float32)
+    gate_up = packed(pack.interleave_gate_up(eye, eye), bindings.FLOAT32)
+    sizes = [0, 1e-30, 1e-4, 0.5, 3, 7.9, 8.1, 20, 88, 1e3, 1e6, 1e15]
+    x = np.zeros((2, 32), np.float32)
+    x[:, : len(sizes)] = [sizes, np.negative(sizes)]
+
+    y = kernels.gated_mlp(gate_up, packed(eye, bindings.FLOAT32), activation, x)
+
+    wide = x.astype(np.float64)
+    with np.errstate(over="ignore"):
+        passed = {"silu": reference.silu, "gelu": reference.gelu}[activation](wide)
+    assert np.allclose(y[0], (passed * wide)[0], rtol=1e-5, atol=1e-30)
+    assert np.allclose(y[1], (passed * wide)[1], rtol=1e-4, atol=1e-5)
 
 
 @by_kind

@@ -29,7 +29,7 @@ from engine.ops.cpu.instruction_sets import (
 from engine.ops.cpu.native_model import NativeLlama, SequenceRows
 from engine.ops.cpu.weights import PackedWeights
 from tests.engine.loaders.llama_files import random_weights, write_gguf
-from tests.engine.models.tiny_families import random_model
+from tests.engine.models.tiny_families import CASES, random_model
 from tests.engine.models.tiny_families import write_directory as write_family
 from tests.engine.models.tiny_llama import Shape, oracle_logits, random_llama, write_directory
 from tests.tiny_model import make_tiny_model
@@ -132,12 +132,12 @@ def test_float32_equals_transformers(
             torch.testing.assert_close(got, right, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["llama", "llama, yarn", "llama, biases", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.timeout(300)
 def test_families_equal_transformers(
     case: str, instruction_set: InstructionSet, tmp_path: Path
 ) -> None:
-    """Biases, norms of heads and stretched rope tables."""
+    """Biases, norms, windows, soft caps, activations, rope tables stretched or of some layers."""
     oracle = random_model(case, head_dim=32)
     files = open_model(str(write_family(oracle, tmp_path / "tiny")))
     got = Bench(files, "float32", instruction_set).rows(prompts(), [1, 7, 16, 1, 13])
@@ -147,19 +147,37 @@ def test_families_equal_transformers(
             torch.testing.assert_close(rows, right, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["gemma2", "gemma3", "mistral"])
-def test_families_that_torch_serves_are_refused(case: str, tmp_path: Path) -> None:
-    files = open_model(str(write_family(random_model(case, head_dim=32), tmp_path / "tiny")))
+def test_what_torch_serves_is_refused(tmp_path: Path) -> None:
+    files = open_model(str(write_family(random_model("qwen3", head_dim=16), tmp_path / "tiny")))
     with pytest.raises(UnsupportedModel, match=r"native kernels: no .*; the torch path serves it"):
         PackedWeights(files.config, FileWeights(files), "float32")
 
 
+@pytest.mark.parametrize("case", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("recipe", ["float32", "bf16"])
+@pytest.mark.timeout(300)
+def test_a_row_of_a_family_does_not_depend_on_its_batch(
+    case: str, recipe: str, instruction_set: InstructionSet, tmp_path: Path
+) -> None:
+    files = open_model(str(write_family(random_model(case, head_dim=32), tmp_path / "tiny")))
+    bench = Bench(files, recipe, instruction_set)
+    alone = [bench.rows([ids], [len(ids)])[0] for ids in prompts()]
+    together = bench.rows(prompts(), [1, 7, 16, 1, 13])
+    for got, right in zip(together, alone, strict=True):
+        assert torch.equal(got, right)
+
+
+@pytest.mark.parametrize("case", ["", "gemma2", "gemma3"])
 @pytest.mark.parametrize("recipe", ["bf16", "int8"])
 @pytest.mark.timeout(300)
 def test_rounded_recipes_stay_near_float32(
-    recipe: str, instruction_set: InstructionSet, tmp_path: Path
+    case: str, recipe: str, instruction_set: InstructionSet, tmp_path: Path
 ) -> None:
-    files = open_model(str(make_tiny_model(tmp_path / "tiny")))
+    if case:
+        path = write_family(random_model(case, head_dim=32), tmp_path / "tiny")
+    else:
+        path = make_tiny_model(tmp_path / "tiny")
+    files = open_model(str(path))
     right = Bench(files, "float32", instruction_set).rows(prompts(), [99] * 5)
     got = Bench(files, recipe, instruction_set).rows(prompts(), [1, 7, 16, 1, 13])
     check_near(got, right, recipe)

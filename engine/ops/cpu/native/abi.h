@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define KVR_ABI_VERSION 3
+#define KVR_ABI_VERSION 4
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -20,6 +20,12 @@ enum KvrKind : int32_t {
   KVR_Q8_0 = 3,  // GGUF's groups of 32
   KVR_Q4_0 = 4,
   KVR_Q4_1 = 5,
+};
+
+// What the gate of an MLP passes through.
+enum KvrActivation : int32_t {
+  KVR_SILU = 0,
+  KVR_GELU = 1,  // its tanh form
 };
 
 enum KvrStatus : int32_t {
@@ -51,6 +57,12 @@ struct KvrLayer {
   const float* mlp_norm;
   const float* query_norm;  // [head_dim] of every query head before it is rotated, or null
   const float* key_norm;    // likewise; both or neither
+  const float* attention_post_norm;  // of what attention gives, before it is added, or null
+  const float* mlp_post_norm;        // likewise
+  const float* cosines;  // [max_positions, head_dim / 2]
+  const float* sines;
+  int32_t window;        // positions that a row sees, its own included; 0: all
+  int32_t reserved;
 };
 
 struct KvrModel {
@@ -61,15 +73,18 @@ struct KvrModel {
   int32_t num_kv_heads;
   int32_t head_dim;
   int32_t vocab_size;
-  int32_t max_positions;     // rows of the rope tables
+  int32_t max_positions;     // rows of the layers' rope tables
   const KvrLayer* layers;
   KvrLinear head;
   const float* final_norm;
-  const float* cosines;      // [max_positions, head_dim / 2]
-  const float* sines;
   const uint8_t* embedding;  // [vocab_size] rows of embedding_kind
   int32_t embedding_kind;    // KVR_FLOAT32, KVR_BFLOAT16 or KVR_Q8_0 (GGUF blocks)
   float rms_norm_eps;
+  float embedding_scale;     // multiplies embeddings
+  float attention_scale;     // multiplies scores
+  float attention_soft_cap;  // scaled scores s become cap * tanh(s / cap); 0: they stay
+  float logits_soft_cap;     // likewise
+  int32_t activation;
 };
 
 // One buffer a layer, [num_blocks, region_bytes]; the order inside a region is in kv_pages.h.
@@ -119,8 +134,8 @@ int32_t kvr_wait_layers(const int32_t* layers_written, int32_t layers, int64_t t
 // The parts of a forward by themselves: for tests against their oracles, and for measuring.
 int32_t kvr_linear(KvrContext* context, const KvrLinear* linear, const float* x, int32_t rows,
                    int32_t accumulate, float* y);
-int32_t kvr_swiglu(KvrContext* context, const KvrLinear* gate_up, const KvrLinear* down,
-                   const float* x, int32_t rows, float* y);
+int32_t kvr_gated_mlp(KvrContext* context, const KvrLinear* gate_up, const KvrLinear* down,
+                      int32_t activation, const float* x, int32_t rows, float* y);
 void kvr_rms_norm(const float* x, const float* weight, int32_t rows, int32_t size, float eps,
                   float* y);
 void kvr_embed(const KvrModel* model, const int32_t* token_ids, int32_t rows, float* y);

@@ -212,8 +212,10 @@ void look_ahead(Float32Dot, const PageReader&, int, int, int, Chunk* chunk) {
 template <class Dot>
 class Attention {
  public:
-  Attention(const KvrModel& model, const KvView& kv, const uint8_t* queries, int rows, float* out)
+  Attention(const KvrModel& model, int window, const KvView& kv, const uint8_t* queries, int rows,
+            float* out)
       : model_(model),
+        window_(window),
         kv_(kv),
         queries_(reinterpret_cast<const int32_t*>(queries)),
         rows_(rows),
@@ -246,10 +248,14 @@ class Attention {
 
     ChunkScales scales;
     const PageReader reader(kv_, task.rows.block_table, end, room, &scales);
-    for (int first = 0; first < end; first += kChunkTokens) {
+    // Chunks that no row of the task sees through its window are not read.
+    const int seen_from = window_ > 0 ? std::max(0, visible_until[0] - window_) : 0;
+    for (int first = seen_from / kChunkTokens * kChunkTokens; first < end; first += kChunkTokens) {
       for (int head = task.first_head; head < task.end_head; head++) {
         Chunk chunk;
         chunk.head_dim = model_.head_dim;
+        chunk.window = window_;
+        chunk.soft_cap = 1.44269504f * model_.attention_soft_cap;
         chunk.key_scales = scales.keys;
         chunk.value_scales = scales.values;
         if (std::is_same<Dot, Int8Dot>::value) std::memset(&scales, 0, sizeof scales);
@@ -281,7 +287,11 @@ class Attention {
     const int parts = (rows + tiles_.most_rows - 1) / tiles_.most_rows;
     for (int part = 0, row = 0; part < parts; part++) {
       const int count = rows / parts + (part < rows % parts ? 1 : 0);
-      if (visible_until[row + count - 1] > chunk.first_position) {
+      // Later rows see further, and their windows begin later.
+      const bool is_reached = visible_until[row + count - 1] > chunk.first_position;
+      const bool is_left = window_ > 0 && visible_until[row] - window_ >=
+                                              chunk.first_position + chunk.pages * kPageTokens;
+      if (is_reached && !is_left) {
         tiles_.tiles[count - 1](chunk, queries + size_t(row) * lanes, visible_until + row,
                          {states.peaks + row, states.sums + row,
                           states.outputs + size_t(row) * model_.head_dim},
@@ -307,6 +317,7 @@ class Attention {
   }
 
   const KvrModel& model_;
+  int window_;
   const KvView& kv_;
   const int32_t* queries_;
   int rows_, group_;
@@ -316,9 +327,9 @@ class Attention {
 
 template <class Dot>
 void attend_with(Pool& pool, std::vector<Scratch>& worker_scratch, const KvrModel& model,
-                 const KvView& kv, const std::vector<Task>& tasks, const uint8_t* queries,
-                 int rows, float* out) {
-  const Attention<Dot> attention(model, kv, queries, rows, out);
+                 int window, const KvView& kv, const std::vector<Task>& tasks,
+                 const uint8_t* queries, int rows, float* out) {
+  const Attention<Dot> attention(model, window, kv, queries, rows, out);
   pool.run(int(tasks.size()), 1, [&](int first, int last, int worker) {
     const MatrixScope scope;
     for (int i = first; i < last; i++) attention.run(tasks[i], worker_scratch[worker]);
@@ -331,14 +342,12 @@ void attend(Pool& pool, std::vector<Scratch>& worker_scratch, const KvrModel& mo
             const KvrCache& cache, int layer, const std::vector<Segment>& segments,
             const uint8_t* queries, int rows, float* out) {
   const KvView kv(model, cache, layer);
+  const int window = model.layers[layer].window;
   const std::vector<Task> tasks = cut_into_tasks(model, segments, pool.threads());
-  if (cache.kind == KVR_FLOAT32) {
-    attend_with<Float32Dot>(pool, worker_scratch, model, kv, tasks, queries, rows, out);
-  } else if (cache.kind == KVR_INT8) {
-    attend_with<Int8Dot>(pool, worker_scratch, model, kv, tasks, queries, rows, out);
-  } else {
-    attend_with<Bfloat16Dot>(pool, worker_scratch, model, kv, tasks, queries, rows, out);
-  }
+  const auto attend_kind = cache.kind == KVR_FLOAT32 ? attend_with<Float32Dot>
+                           : cache.kind == KVR_INT8  ? attend_with<Int8Dot>
+                                                     : attend_with<Bfloat16Dot>;
+  attend_kind(pool, worker_scratch, model, window, kv, tasks, queries, rows, out);
 }
 
 }  // namespace kvr

@@ -17,22 +17,17 @@ struct Segment {
   const int32_t* block_table;
 };
 
-// Weights of the norm of every head before it is rotated: [head_dim] each, or null for none.
-struct HeadNorms {
-  const float* query;
-  const float* key;
-};
-
-// Norms and rotates queries and keys of `segment` (HF convention: pairs are d and d + head_dim / 2), writes
-// keys and values into the cache, and leaves scaled queries in `queries`, whose order is
-// [kv_heads][rows][heads per kv head][head_dim] in the cache's element type.
+// Norms and rotates queries and keys of `segment` (HF convention: pairs are d and d + head_dim / 2)
+// as the layer says, writes keys and values into the cache, and leaves scaled queries in `queries`,
+// whose order is [kv_heads][rows][heads per kv head][head_dim] in the type that is multiplied.
 // qkv: [rows][(num_heads + 2 * num_kv_heads) * head_dim].
 void rotate_and_write(const KvrModel& model, const KvrCache& cache, int layer,
-                      const HeadNorms& norms, const Segment& segment, const float* qkv, int rows,
-                      int first, int last, uint8_t* queries);
+                      const Segment& segment, const float* qkv, int rows, int first, int last,
+                      uint8_t* queries);
 
-// out [rows][num_heads * head_dim]: softmax(q k^T / sqrt(head_dim)) v over all positions up to
-// each row's own. The result of a row does not depend on the other rows of the batch.
+// out [rows][num_heads * head_dim]: softmax(q k^T) v, scores capped where the model caps them, over
+// all positions up to each row's own that the layer's window holds. The result of a row does not
+// depend on the other rows of the batch.
 void attend(Pool& pool, std::vector<Scratch>& worker_scratch, const KvrModel& model,
             const KvrCache& cache, int layer, const std::vector<Segment>& segments,
             const uint8_t* queries, int rows, float* out);

@@ -28,6 +28,8 @@ struct Chunk {
   const int32_t* next_keys[kChunkPages];  // of the chunk that will be read after this one
   const int32_t* next_values[kChunkPages];
   int first_position;
+  int window;      // positions that a row sees, its own included; 0: all
+  float soft_cap;  // of scores in units of log2; 0: none
   int pages;
   int head_dim;
   // Of int8 KV: [kChunkTokens], and zeros from the last token on.
@@ -82,9 +84,24 @@ KVR_INLINE void mask_scores(float* scores, int tokens, int visible) {
   }
 }
 
+// Masks the scores before `from`: those that a window has left behind.
+KVR_INLINE void mask_before(float* scores, int tokens, int from) {
+  for (int i = 0; i < from && i < tokens; i += kLanes) {
+    store(scores + i, first_lanes(from - i, splat(kMasked), load(scores + i)));
+  }
+}
+
+KVR_INLINE void cap_scores(float* scores, int tokens, float cap) {
+  const Floats inverse = splat(1.0f / cap);
+  for (int i = 0; i < tokens; i += kLanes) {
+    store(scores + i, splat(cap) * tanh(load(scores + i) * inverse));
+  }
+}
+
 // Turns a row's scores into weights 2^(score - peak), in place; of int8 KV into weights of the
-// values' bytes. Positions from `visible` on weigh nothing. Returns the factor that the row's
-// earlier sums and outputs shrink by.
+// values' bytes. Positions from `visible` on weigh nothing, nor do those before the window; where
+// none is left, what comes out shrinks to nothing at the row's next chunk, which holds its peak.
+// Returns the factor that the row's earlier sums and outputs shrink by.
 template <class Dot>
 KVR_INLINE float weigh_scores(const Chunk& chunk, float* scores, int tokens, int visible,
                               float* peak, float* sum_) {
@@ -95,7 +112,9 @@ KVR_INLINE float weigh_scores(const Chunk& chunk, float* scores, int tokens, int
       store(scores + i, load(scores + i) * load(chunk.key_scales + i));
     }
   }
+  if (chunk.soft_cap > 0) cap_scores(scores, tokens, chunk.soft_cap);
   mask_scores(scores, tokens, visible < tokens ? visible : tokens);
+  if (chunk.window > 0) mask_before(scores, tokens, visible - chunk.window);
   Floats most[kPassVectors];
   KVR_UNROLL for (int j = 0; j < kPassVectors; j++) most[j] = splat(kMasked);
   for (int i = 0; i < tokens; i += kPassTokens) {

@@ -85,8 +85,8 @@ int32_t kvr_linear(KvrContext* context, const KvrLinear* linear, const float* x,
   return KVR_OK;
 }
 
-int32_t kvr_swiglu(KvrContext* context, const KvrLinear* gate_up, const KvrLinear* down,
-                   const float* x, int32_t rows, float* y) {
+int32_t kvr_gated_mlp(KvrContext* context, const KvrLinear* gate_up, const KvrLinear* down,
+                      int32_t activation, const float* x, int32_t rows, float* y) {
   try {
     Scratch& scratch = context->scratch;
     const size_t in = activation_bytes(*gate_up, rows), middle = activation_bytes(*down, rows);
@@ -94,7 +94,7 @@ int32_t kvr_swiglu(KvrContext* context, const KvrLinear* gate_up, const KvrLinea
     const Activations a =
         write_inputs(context->pool, scratch.take<uint8_t>(in), *gate_up, x, rows);
     const Activations h = activations_at(scratch.take<uint8_t>(middle), *down, rows);
-    linear_swiglu(context->pool, *gate_up, a, rows, h);
+    linear_gated(context->pool, *gate_up, activation, a, rows, h);
     linear_store(context->pool, *down, h, rows, y);
   } catch (const std::bad_alloc&) {
     return KVR_NO_MEMORY;
@@ -124,7 +124,7 @@ int32_t kvr_attention(KvrContext* context, const KvrModel* model, const KvrCache
       const KvrSequence& sequence = step->sequences[i];
       segments.push_back({row, sequence.num_rows, sequence.start, sequence.block_table});
       row += sequence.num_rows;
-      rotate_and_write(*model, *cache, layer, HeadNorms{}, segments.back(), qkv, rows, 0,
+      rotate_and_write(*model, *cache, layer, segments.back(), qkv, rows, 0,
                        sequence.num_rows, queries);
     }
     attend(context->pool, context->worker_scratch, *model, *cache, layer, segments, queries, rows,

@@ -58,7 +58,7 @@ class Forward {
       }
       outputs = std::max(outputs, activation_bytes(layer.down, rows));
     }
-    const size_t wide = size_t(rows) * std::max(qkv_width(), attention_width());
+    const size_t wide = size_t(rows) * std::max(qkv_width(), model_.hidden_size);
     const size_t queries = size_t(rows) * attention_width() * 4;
     context_.scratch.reset(Scratch::padded(inputs) + Scratch::padded(outputs) +
                            Scratch::padded(wide * 4) + Scratch::padded(queries));
@@ -70,7 +70,12 @@ class Forward {
 
   void embed_tokens() {
     pool_.run(step_.num_rows, kRowGrain, [&](int first, int last, int) {
-      for (int row = first; row < last; row++) embed(model_, step_.token_ids[row], hidden(row));
+      for (int row = first; row < last; row++) {
+        embed(model_, step_.token_ids[row], hidden(row));
+        if (model_.embedding_scale != 1.0f) {
+          scale_row(model_.embedding_scale, model_.hidden_size, hidden(row));
+        }
+      }
     });
   }
 
@@ -103,8 +108,7 @@ class Forward {
     const std::vector<Segment> segments = segments_of(first, rows);
     for (const Segment& segment : segments) {
       pool_.run(segment.num_rows, kRowGrain, [&](int from, int to, int) {
-        rotate_and_write(model_, cache_, index, {layer.query_norm, layer.key_norm}, segment, wide_,
-                         rows, from, to, queries_);
+        rotate_and_write(model_, cache_, index, segment, wide_, rows, from, to, queries_);
       });
     }
     if (first + rows == step_.num_rows) announce(index);
@@ -114,13 +118,28 @@ class Forward {
     pool_.run(rows, kRowGrain, [&](int from, int to, int) {
       for (int r = from; r < to; r++) a.write_row(r, wide_ + size_t(r) * attention_width());
     });
-    linear_add(pool_, layer.attention_out, a, rows, x);
+    add_normed(layer.attention_out, a, layer.attention_post_norm, rows, x);
 
     a = activations_at(inputs_, layer.gate_up, rows);
     normalise(x, layer.mlp_norm, rows, a);
     const Activations middle = activations_at(middle_, layer.down, rows);
-    linear_swiglu(pool_, layer.gate_up, a, rows, middle);
-    linear_add(pool_, layer.down, middle, rows, x);
+    linear_gated(pool_, layer.gate_up, model_.activation, a, rows, middle);
+    add_normed(layer.down, middle, layer.mlp_post_norm, rows, x);
+  }
+
+  // x += what the linear layer gives, normed first where there is a norm.
+  void add_normed(const KvrLinear& linear, const Activations& a, const float* norm, int rows,
+                  float* x) {
+    if (norm == nullptr) return linear_add(pool_, linear, a, rows, x);
+    linear_store(pool_, linear, a, rows, wide_);
+    const int size = model_.hidden_size;
+    pool_.run(rows, kRowGrain, [&](int from, int last, int) {
+      for (int r = from; r < last; r++) {
+        float* given = wide_ + size_t(r) * size;
+        rms_norm(given, norm, size, model_.rms_norm_eps, given);
+        add_row(given, size, x + size_t(r) * size);
+      }
+    });
   }
 
   void normalise(const float* x, const float* weight, int rows, const Activations& to) {
@@ -152,7 +171,16 @@ class Forward {
                  model_.rms_norm_eps, normed.data());
         a.write_row(r, normed.data());
       }
-      linear_store(pool_, model_.head, a, rows, step_.logits + size_t(first) * model_.vocab_size);
+      float* logits = step_.logits + size_t(first) * model_.vocab_size;
+      linear_store(pool_, model_.head, a, rows, logits);
+      if (model_.logits_soft_cap > 0) {
+        pool_.run(rows, 1, [&](int from, int last, int) {
+          for (int r = from; r < last; r++) {
+            cap_row(model_.logits_soft_cap, model_.vocab_size,
+                    logits + size_t(r) * model_.vocab_size);
+          }
+        });
+      }
     }
   }
 
@@ -163,7 +191,7 @@ class Forward {
   const KvrStep& step_;
   uint8_t* inputs_ = nullptr;   // of qkv, attention out, gate and up, head
   uint8_t* middle_ = nullptr;   // of down
-  float* wide_ = nullptr;       // qkv, then attention's output
+  float* wide_ = nullptr;       // qkv, then attention's output, then what a post norm norms
   uint8_t* queries_ = nullptr;
 };
 

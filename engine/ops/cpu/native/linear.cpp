@@ -119,12 +119,14 @@ void put_tile(const KvrLinear& linear, int panel, int row, int count, const floa
   }
 }
 
-// silu(gate) * up of a panel's tile [count][16 gate, 16 up] to rows kPieceColumns apart.
-template <int kDegree>
+// activation(gate) * up of a panel's tile [count][16 gate, 16 up] to rows kPieceColumns apart.
+template <int kActivation, int kDegree>
 void gate_tile(const float* tile, int count, float* to) {
   for (int r = 0; r < count; r++, tile += kPanelColumns, to += kPieceColumns) {
     for (int i = 0; i < 16; i += kLanes) {
-      store(to + i, silu<kDegree>(load(tile + i)) * load(tile + 16 + i));
+      const Floats gate = load(tile + i);
+      const Floats passed = kActivation == KVR_GELU ? gelu<kDegree>(gate) : silu<kDegree>(gate);
+      store(to + i, passed * load(tile + 16 + i));
     }
   }
 }
@@ -143,11 +145,14 @@ void linear_add(Pool& pool, const KvrLinear& linear, const Activations& x, int r
   });
 }
 
-void linear_swiglu(Pool& pool, const KvrLinear& gate_up, const Activations& x, int rows,
-                   const Activations& y) {
+void linear_gated(Pool& pool, const KvrLinear& gate_up, int activation, const Activations& x,
+                  int rows, const Activations& y) {
   // Every panel yields 16 columns; a unit of panels fills one group of y.
   const int panels = y.piece() / 16;
-  const auto gate = y.kind == KVR_FLOAT32 ? gate_tile<6> : gate_tile<4>;
+  const bool exact = y.kind == KVR_FLOAT32;
+  const auto gate = activation == KVR_GELU
+                        ? (exact ? gate_tile<KVR_GELU, 6> : gate_tile<KVR_GELU, 4>)
+                        : (exact ? gate_tile<KVR_SILU, 6> : gate_tile<KVR_SILU, 4>);
   multiply_all(pool, gate_up, x, rows, panels,
                [&](int unit, int row, int count, const float* tile) {
                  alignas(64) float pieces[kMostRows][kPieceColumns];

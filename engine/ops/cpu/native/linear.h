@@ -13,9 +13,9 @@ void linear_store(Pool& pool, const KvrLinear& linear, const Activations& x, int
 // y [rows, outputs] += x W^T + bias: the residual connection.
 void linear_add(Pool& pool, const KvrLinear& linear, const Activations& x, int rows, float* y);
 
-// y = silu(gate) * up as the input of the next layer; y.inputs = outputs / 2.
-void linear_swiglu(Pool& pool, const KvrLinear& gate_up, const Activations& x, int rows,
-                   const Activations& y);
+// y = activation(gate) * up as the input of the next layer; y.inputs = outputs / 2.
+void linear_gated(Pool& pool, const KvrLinear& gate_up, int activation, const Activations& x,
+                  int rows, const Activations& y);
 
 // Room for `rows` rows of a layer's input, and the input laid out in such room.
 size_t activation_bytes(const KvrLinear& linear, int rows);

@@ -1,6 +1,4 @@
 // Rotary embedding (Su et al. 2021) in the Hugging Face convention, fused with the KV write.
-#include <cmath>
-
 #include "attention.h"
 #include "rows.h"
 
@@ -33,23 +31,23 @@ const float* head_normed(const KvrModel& model, const float* weight, const float
 }
 
 template <class Dot>
-void rotate_row(const KvrModel& model, const KvView& kv, const HeadNorms& norms,
+void rotate_row(const KvrModel& model, const KvView& kv, const KvrLayer& layer,
                 const int32_t* block_table, int position, const float* qkv, int rows, int row,
                 uint8_t* queries) {
   const int dim = model.head_dim, half = dim / 2, group = model.num_heads / model.num_kv_heads;
-  const float* cosines = model.cosines + size_t(position) * half;
-  const float* sines = model.sines + size_t(position) * half;
+  const float* cosines = layer.cosines + size_t(position) * half;
+  const float* sines = layer.sines + size_t(position) * half;
   // Scores come out in units of log2, so that softmax needs no multiplication before 2^x.
-  const float scale = 1.44269504f / std::sqrt(float(dim));
+  const float scale = 1.44269504f * model.attention_scale;
   alignas(64) float rotated[kLargestHeadDim], normed[kLargestHeadDim];
   for (int head = 0; head < model.num_heads; head++, qkv += dim) {
-    rotate(head_normed(model, norms.query, qkv, normed), cosines, sines, half, rotated);
+    rotate(head_normed(model, layer.query_norm, qkv, normed), cosines, sines, half, rotated);
     const size_t at = (size_t(head / group) * rows + row) * group + head % group;
     store_query(Dot(), rotated, scale, dim, queries, at * dim);
   }
   const float* values = qkv + size_t(model.num_kv_heads) * dim;
   for (int head = 0; head < model.num_kv_heads; head++, qkv += dim, values += dim) {
-    rotate(head_normed(model, norms.key, qkv, normed), cosines, sines, half, rotated);
+    rotate(head_normed(model, layer.key_norm, qkv, normed), cosines, sines, half, rotated);
     write_kv(kv, Dot(), block_table, position, head, rotated, values);
   }
 }
@@ -57,8 +55,8 @@ void rotate_row(const KvrModel& model, const KvView& kv, const HeadNorms& norms,
 }  // namespace
 
 void rotate_and_write(const KvrModel& model, const KvrCache& cache, int layer,
-                      const HeadNorms& norms, const Segment& segment, const float* qkv, int rows,
-                      int first, int last, uint8_t* queries) {
+                      const Segment& segment, const float* qkv, int rows, int first, int last,
+                      uint8_t* queries) {
   const KvView kv(model, cache, layer);
   const size_t width = size_t(model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
   for (int i = first; i < last; i++) {
@@ -66,8 +64,8 @@ void rotate_and_write(const KvrModel& model, const KvrCache& cache, int layer,
     const auto rotate_one = cache.kind == KVR_FLOAT32 ? rotate_row<Float32Dot>
                             : cache.kind == KVR_INT8  ? rotate_row<Int8Dot>
                                                       : rotate_row<Bfloat16Dot>;
-    rotate_one(model, kv, norms, segment.block_table, segment.start + i, qkv + row * width, rows,
-               row, queries);
+    rotate_one(model, kv, model.layers[layer], segment.block_table, segment.start + i,
+               qkv + row * width, rows, row, queries);
   }
 }
 

@@ -17,6 +17,25 @@ void rms_norm(const float* x, const float* weight, int size, float eps, float* y
   for (int i = 0; i < size; i += kLanes) store(y + i, load(x + i) * scale * load(weight + i));
 }
 
+void add_row(const float* x, int size, float* y) {
+  for (int i = 0; i < size; i += kLanes) store(y + i, load(y + i) + load(x + i));
+}
+
+void scale_row(float factor, int size, float* y) {
+  for (int i = 0; i < size; i += kLanes) store(y + i, load(y + i) * splat(factor));
+}
+
+void cap_row(float cap, int size, float* y) {
+  const Floats inverse = splat(1.0f / cap);
+  for (int i = 0; i < size; i += kLanes) {
+    const int lanes = size - i < kLanes ? size - i : kLanes;
+    alignas(64) float part[kLanes] = {};
+    std::memcpy(part, y + i, lanes * sizeof(float));
+    store(part, splat(cap) * tanh(load(part) * inverse));
+    std::memcpy(y + i, part, lanes * sizeof(float));
+  }
+}
+
 void embed(const KvrModel& model, int token_id, float* y) {
   const size_t size = size_t(model.hidden_size);
   if (model.embedding_kind == KVR_FLOAT32) {

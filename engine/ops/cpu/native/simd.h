@@ -120,4 +120,26 @@ KVR_INLINE Floats silu(Floats x) {
   return x * reciprocal(splat(1.0f) + exp2<kDegree>(exponent));
 }
 
+// v, no further from zero than `bound`.
+KVR_INLINE Floats within(Floats v, float bound) {
+  const Floats lowest = splat(-bound);
+  return zeros() - maximum(zeros() - maximum(v, lowest), lowest);
+}
+
+// 1 - 2 / (1 + e^2x), to 2e-7 of one; beyond 15 it is one.
+KVR_INLINE Floats tanh(Floats x) {
+  const Floats power = exp2<6>(within(x, 15.0f) * splat(2.88539008f));
+  return splat(1.0f) - splat(2.0f) * reciprocal(splat(1.0f) + power);
+}
+
+// The tanh form, x / 2 * (1 + tanh(u)) with u = sqrt(2 / pi) * (x + 0.044715 x^3), as
+// x * sigmoid(2u). Beyond 9.9 the sigmoid is 0 or 1 to 1e-36, and 2^-2u still finite.
+template <int kDegree>
+KVR_INLINE Floats gelu(Floats x) {
+  const Floats near = within(x, 9.9f);
+  const Floats inner = near * (splat(1.0f) + splat(0.044715f) * near * near);
+  const Floats exponent = inner * splat(-2.30220820f);  // -2 * sqrt(2 / pi) * log2(e)
+  return x * reciprocal(splat(1.0f) + exp2<kDegree>(exponent));
+}
+
 }  // namespace kvr
