@@ -242,7 +242,6 @@ class Serving:
         self._table.remove(record)
         self._metrics.requests_total(outcome).inc()
         e2e_s = self._clock() - marks.received_s
-        self._traces.end(record.request_id, record.num_prompt_tokens, marks, origin, outcome, e2e_s)
         said = fields(
             request=record.request_id,
             outcome=outcome,
@@ -253,3 +252,4 @@ class Serving:
             e2e_s=f"{e2e_s:.3f}",
         )
         log.info("request %s", said)
+        self._traces.end(record.request_id, record.num_prompt_tokens, marks, origin, outcome, e2e_s)

@@ -101,3 +101,13 @@ def test_compose_mounts_what_is_there_and_starts_what_exists() -> None:
         for option in options:
             if option.startswith("--"):
                 assert option.partition("=")[0] in help_text, option
+    for name in ("router", "prefill"):
+        image = services[name]["image"].partition(":-")[2].removesuffix("}")
+        files = (DEPLOY / "images").glob("*.Dockerfile")
+        assert any(f"-t {image}" in path.read_text("utf-8") for path in files), image
+
+
+def test_autoscaling_asks_for_metrics_that_exist() -> None:
+    chart = (DEPLOY / "helm/kvrelay/templates/autoscaling.yaml").read_text("utf-8")
+    asked = set(METRIC.findall(chart))
+    assert asked and asked <= measured_names()
