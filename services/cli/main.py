@@ -38,6 +38,14 @@ def serve(
     launcher: Annotated[
         str, typer.Option(metavar="local|ray", help="What places the instances.")
     ] = "local",
+    ray_address: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT|auto",
+            envvar="RAY_ADDRESS",
+            help="With --launcher ray: the Ray cluster to join; empty: a private one, here.",
+        ),
+    ] = "",
     device: options.Device = ENGINE.device,
     dtype: options.Dtype = ENGINE.dtype,
     kv_dtype: options.KvDtype = ENGINE.kv_dtype,
@@ -106,6 +114,7 @@ def serve(
         host=host,
         grpc_port=grpc_port,
         http_port=http_port,
+        internal_host=cluster.internal_host(launcher, ray_address, insecure),
         disaggregate_from=disaggregate_from,
         placement=placement,
         ttft_slo_s=ttft_slo_s,
@@ -115,7 +124,7 @@ def serve(
         insecure=insecure,
     )
     plan = cluster.make_plan(router, roles, engine, transport)
-    launch = cluster.launcher_by_name(launcher, len(roles), engine)
+    launch = cluster.launcher_by_name(launcher, plan, engine, ray_address)
     cluster.serve_until_stopped(plan, launch)
 
 

@@ -31,6 +31,7 @@ from services.runtime.lifecycle import StopSignals
 from services.runtime.server import TOKEN_VARIABLE
 from services.runtime.settings import Role, RouterConfig, WorkerConfig
 
+LOOPBACK = "127.0.0.1"
 DRAIN_S = 5.0
 """What requests in flight are given after the first Ctrl-C."""
 
@@ -88,6 +89,7 @@ def make_plan(
             router=address,
             engine=engine,
             transport=transport,
+            insecure=router.insecure,
             drain_timeout_s=1.0,
         )
 
@@ -95,7 +97,25 @@ def make_plan(
     return ClusterPlan(router, worker_for, roles)
 
 
-def launcher_by_name(name: str, num_workers: int, engine: EngineConfig) -> Callable[[], Launcher]:
+def internal_host(launcher: str, ray_address: str, insecure: bool) -> str:
+    """Where the router listens for instances: on loopback, unless they are on other machines.
+
+    Raises:
+        InvalidArgument: nothing else was allowed, or no other machine is asked for.
+    """
+    if launcher != "ray" or not ray_address:
+        return LOOPBACK
+    if not insecure:
+        raise InvalidArgument(
+            "--ray-address",
+            "between machines there is no encryption: add --insecure if that is meant",
+        )
+    return "0.0.0.0"
+
+
+def launcher_by_name(
+    name: str, plan: ClusterPlan, engine: EngineConfig, ray_address: str = ""
+) -> Callable[[], Launcher]:
     """What makes the launcher, once it is wanted; making one may raise LaunchError.
 
     Raises:
@@ -107,7 +127,8 @@ def launcher_by_name(name: str, num_workers: int, engine: EngineConfig) -> Calla
         from services.launch.actors import RayLauncher
 
         gpus = 1 if engine.device == "cuda" else 0
-        return lambda: RayLauncher.connect(num_workers, engine.threads, gpus)
+        near = plan.neighbours()
+        return lambda: RayLauncher.connect(near, engine.threads, gpus, ray_address)
     raise InvalidArgument("--launcher", f"{name!r} is none of local, ray")
 
 

@@ -10,6 +10,7 @@ Knows nothing of requests or models, nor how a worker is placed. Called by ``ser
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -18,7 +19,7 @@ from typing import Any
 
 from services.launch.place import Instance, Launcher, LaunchError
 from services.launch.processes import ChildProcess
-from services.runtime.settings import RouterConfig, WorkerConfig
+from services.runtime.settings import Role, RouterConfig, WorkerConfig
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,17 @@ class ClusterPlan:
             named.append((f"{role}-{counts.setdefault(role, 0)}", role))
             counts[role] += 1
         return named
+
+    def neighbours(self) -> list[tuple[str, ...]]:
+        """Names of workers that should be close to each other: the first prefill with the first
+        decode instance and so on, as they hand over KV; all others alone."""
+        by_role: dict[str, list[str]] = {}
+        for name, role in self.names():
+            by_role.setdefault(role, []).append(name)
+        prefill, decode = by_role.pop(Role.PREFILL, []), by_role.pop(Role.DECODE, [])
+        pairs = itertools.zip_longest(prefill, decode)
+        together = [tuple(name for name in pair if name) for pair in pairs]
+        return together + [(name,) for names in by_role.values() for name in names]
 
 
 @dataclass(frozen=True, slots=True)

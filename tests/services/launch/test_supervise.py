@@ -135,3 +135,14 @@ async def test_kill_ends_a_stop_that_waits() -> None:
 def test_pauses_grow_up_to_a_limit() -> None:
     policy = RestartPolicy(first_pause_s=0.5, max_pause_s=2.0)
     assert [policy.pause_s(n) for n in (0, 1, 2, 3, 4, 5000)] == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_neighbours_are_pairs_that_hand_over() -> None:
+    P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
+    assert plan_of(P, P, D, D, D, C).neighbours() == [
+        ("prefill-0", "decode-0"),
+        ("prefill-1", "decode-1"),
+        ("decode-2",),
+        ("colocated-0",),
+    ]
+    assert plan_of(C).neighbours() == [("colocated-0",)]
