@@ -44,8 +44,12 @@ class FileWeights:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the layers' matrices are in such blocks."""
-        return self.raw("model.layers.0.mlp.down_proj.weight") is not None
+        """Whether the layers' matrices are in such blocks, or the head: half a small model."""
+        tied = self._files.config.tied_head
+        head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        return any(
+            self.raw(name) is not None for name in ("model.layers.0.mlp.down_proj.weight", head)
+        )
 
 
 class NativeModel:
