@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from protos import kv_transfer_pb2 as protos_dot_kv__transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/cluster.proto\x12\nkvrelay.v1\x1a\x18protos/kv_transfer.proto\")\n\x0c\x44rainRequest\x12\x0b\n\x03now\x18\x01 \x01(\x08\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"0\n\x0eSetRoleRequest\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.kvrelay.v1.Role\"\x11\n\x0fSetRoleResponse\"\x0e\n\x0cLeaveRequest\"\x0f\n\rLeaveResponse\"\xab\x02\n\x0fRegisterRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x06 \x01(\t\x12\'\n\tkv_layout\x18\x07 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\x12\x13\n\x0bmax_context\x18\x08 \x01(\r\x12\x1b\n\x13max_sequence_tokens\x18\t \x01(\x04\x12&\n\x04load\x18\n \x01(\x0b\x32\x18.kvrelay.v1.InstanceLoad\x12\x11\n\tmax_gap_s\x18\x0b \x01(\x01\"0\n\x10RegisterResponse\x12\x1c\n\x14heartbeat_interval_s\x18\x01 \x01(\x01\"\xff\x01\n\x0cInstanceLoad\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\x12\x15\n\rblocks_cached\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x04 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x05 \x01(\r\x12\x18\n\x10requests_running\x18\x06 \x01(\r\x12\x18\n\x10requests_waiting\x18\x07 \x01(\r\x12\x17\n\x0fhandoffs_active\x18\x08 \x01(\r\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x1d\n\x15prompt_tokens_waiting\x18\n \x01(\x04\"z\n\x10HeartbeatRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.InstanceLoad\x12)\n\ncache_news\x18\x03 \x01(\x0b\x32\x15.kvrelay.v1.CacheNews\":\n\x11HeartbeatResponse\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x16\n\x0e\x63\x61\x63he_sequence\x18\x02 \x01(\x04\"U\n\tCacheNews\x12\x15\n\rnext_sequence\x18\x01 \x01(\x04\x12\x10\n\x08is_whole\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\"(\n\x11\x44\x65registerRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x12\n\x10GetStatusRequest\"\xa6\x01\n\x0eInstanceStatus\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12&\n\x04load\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.InstanceLoad\x12\x17\n\x0fmetrics_address\x18\x06 \x01(\t\"Q\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12-\n\tinstances\x18\x02 \x03(\x0b\x32\x1a.kvrelay.v1.InstanceStatus*S\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x12\n\x0eROLE_COLOCATED\x10\x03\x32\xe7\x01\n\x07\x43luster\x12\x45\n\x08Register\x12\x1b.kvrelay.v1.RegisterRequest\x1a\x1c.kvrelay.v1.RegisterResponse\x12H\n\tHeartbeat\x12\x1c.kvrelay.v1.HeartbeatRequest\x1a\x1d.kvrelay.v1.HeartbeatResponse\x12K\n\nDeregister\x12\x1d.kvrelay.v1.DeregisterRequest\x1a\x1e.kvrelay.v1.DeregisterResponse2\xca\x01\n\x08Instance\x12<\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x19.kvrelay.v1.DrainResponse\x12\x42\n\x07SetRole\x12\x1a.kvrelay.v1.SetRoleRequest\x1a\x1b.kvrelay.v1.SetRoleResponse\x12<\n\x05Leave\x12\x18.kvrelay.v1.LeaveRequest\x1a\x19.kvrelay.v1.LeaveResponse2R\n\x06Status\x12H\n\tGetStatus\x12\x1c.kvrelay.v1.GetStatusRequest\x1a\x1d.kvrelay.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/cluster.proto\x12\nkvrelay.v1\x1a\x18protos/kv_transfer.proto\")\n\x0c\x44rainRequest\x12\x0b\n\x03now\x18\x01 \x01(\x08\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse\"0\n\x0eSetRoleRequest\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.kvrelay.v1.Role\"\x11\n\x0fSetRoleResponse\"\x0e\n\x0cLeaveRequest\"\x0f\n\rLeaveResponse\"v\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x16\n\tcolocated\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decodeB\x0c\n\n_colocated\"\x0f\n\rScaleResponse\"\xab\x02\n\x0fRegisterRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x06 \x01(\t\x12\'\n\tkv_layout\x18\x07 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\x12\x13\n\x0bmax_context\x18\x08 \x01(\r\x12\x1b\n\x13max_sequence_tokens\x18\t \x01(\x04\x12&\n\x04load\x18\n \x01(\x0b\x32\x18.kvrelay.v1.InstanceLoad\x12\x11\n\tmax_gap_s\x18\x0b \x01(\x01\"0\n\x10RegisterResponse\x12\x1c\n\x14heartbeat_interval_s\x18\x01 \x01(\x01\"\xff\x01\n\x0cInstanceLoad\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\x12\x15\n\rblocks_cached\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x04 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x05 \x01(\r\x12\x18\n\x10requests_running\x18\x06 \x01(\r\x12\x18\n\x10requests_waiting\x18\x07 \x01(\r\x12\x17\n\x0fhandoffs_active\x18\x08 \x01(\r\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x1d\n\x15prompt_tokens_waiting\x18\n \x01(\x04\"z\n\x10HeartbeatRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.InstanceLoad\x12)\n\ncache_news\x18\x03 \x01(\x0b\x32\x15.kvrelay.v1.CacheNews\":\n\x11HeartbeatResponse\x12\r\n\x05known\x18\x01 \x01(\x08\x12\x16\n\x0e\x63\x61\x63he_sequence\x18\x02 \x01(\x04\"U\n\tCacheNews\x12\x15\n\rnext_sequence\x18\x01 \x01(\x04\x12\x10\n\x08is_whole\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\"(\n\x11\x44\x65registerRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x12\n\x10GetStatusRequest\"\xa6\x01\n\x0eInstanceStatus\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12&\n\x04load\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.InstanceLoad\x12\x17\n\x0fmetrics_address\x18\x06 \x01(\t\"c\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12-\n\tinstances\x18\x02 \x03(\x0b\x32\x1a.kvrelay.v1.InstanceStatus\x12\x10\n\x08launcher\x18\x03 \x01(\t*S\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x12\n\x0eROLE_COLOCATED\x10\x03\x32\xe7\x01\n\x07\x43luster\x12\x45\n\x08Register\x12\x1b.kvrelay.v1.RegisterRequest\x1a\x1c.kvrelay.v1.RegisterResponse\x12H\n\tHeartbeat\x12\x1c.kvrelay.v1.HeartbeatRequest\x1a\x1d.kvrelay.v1.HeartbeatResponse\x12K\n\nDeregister\x12\x1d.kvrelay.v1.DeregisterRequest\x1a\x1e.kvrelay.v1.DeregisterResponse2\xca\x01\n\x08Instance\x12<\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x19.kvrelay.v1.DrainResponse\x12\x42\n\x07SetRole\x12\x1a.kvrelay.v1.SetRoleRequest\x1a\x1b.kvrelay.v1.SetRoleResponse\x12<\n\x05Leave\x12\x18.kvrelay.v1.LeaveRequest\x1a\x19.kvrelay.v1.LeaveResponse2H\n\x08Launcher\x12<\n\x05Scale\x12\x18.kvrelay.v1.ScaleRequest\x1a\x19.kvrelay.v1.ScaleResponse2R\n\x06Status\x12H\n\tGetStatus\x12\x1c.kvrelay.v1.GetStatusRequest\x1a\x1d.kvrelay.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1441
-  _globals['_ROLE']._serialized_end=1524
+  _globals['_ROLE']._serialized_start=1596
+  _globals['_ROLE']._serialized_end=1679
   _globals['_DRAINREQUEST']._serialized_start=62
   _globals['_DRAINREQUEST']._serialized_end=103
   _globals['_DRAINRESPONSE']._serialized_start=105
@@ -46,32 +46,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEAVEREQUEST']._serialized_end=205
   _globals['_LEAVERESPONSE']._serialized_start=207
   _globals['_LEAVERESPONSE']._serialized_end=222
-  _globals['_REGISTERREQUEST']._serialized_start=225
-  _globals['_REGISTERREQUEST']._serialized_end=524
-  _globals['_REGISTERRESPONSE']._serialized_start=526
-  _globals['_REGISTERRESPONSE']._serialized_end=574
-  _globals['_INSTANCELOAD']._serialized_start=577
-  _globals['_INSTANCELOAD']._serialized_end=832
-  _globals['_HEARTBEATREQUEST']._serialized_start=834
-  _globals['_HEARTBEATREQUEST']._serialized_end=956
-  _globals['_HEARTBEATRESPONSE']._serialized_start=958
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1016
-  _globals['_CACHENEWS']._serialized_start=1018
-  _globals['_CACHENEWS']._serialized_end=1103
-  _globals['_DEREGISTERREQUEST']._serialized_start=1105
-  _globals['_DEREGISTERREQUEST']._serialized_end=1145
-  _globals['_DEREGISTERRESPONSE']._serialized_start=1147
-  _globals['_DEREGISTERRESPONSE']._serialized_end=1167
-  _globals['_GETSTATUSREQUEST']._serialized_start=1169
-  _globals['_GETSTATUSREQUEST']._serialized_end=1187
-  _globals['_INSTANCESTATUS']._serialized_start=1190
-  _globals['_INSTANCESTATUS']._serialized_end=1356
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1358
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1439
-  _globals['_CLUSTER']._serialized_start=1527
-  _globals['_CLUSTER']._serialized_end=1758
-  _globals['_INSTANCE']._serialized_start=1761
-  _globals['_INSTANCE']._serialized_end=1963
-  _globals['_STATUS']._serialized_start=1965
-  _globals['_STATUS']._serialized_end=2047
+  _globals['_SCALEREQUEST']._serialized_start=224
+  _globals['_SCALEREQUEST']._serialized_end=342
+  _globals['_SCALERESPONSE']._serialized_start=344
+  _globals['_SCALERESPONSE']._serialized_end=359
+  _globals['_REGISTERREQUEST']._serialized_start=362
+  _globals['_REGISTERREQUEST']._serialized_end=661
+  _globals['_REGISTERRESPONSE']._serialized_start=663
+  _globals['_REGISTERRESPONSE']._serialized_end=711
+  _globals['_INSTANCELOAD']._serialized_start=714
+  _globals['_INSTANCELOAD']._serialized_end=969
+  _globals['_HEARTBEATREQUEST']._serialized_start=971
+  _globals['_HEARTBEATREQUEST']._serialized_end=1093
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1095
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1153
+  _globals['_CACHENEWS']._serialized_start=1155
+  _globals['_CACHENEWS']._serialized_end=1240
+  _globals['_DEREGISTERREQUEST']._serialized_start=1242
+  _globals['_DEREGISTERREQUEST']._serialized_end=1282
+  _globals['_DEREGISTERRESPONSE']._serialized_start=1284
+  _globals['_DEREGISTERRESPONSE']._serialized_end=1304
+  _globals['_GETSTATUSREQUEST']._serialized_start=1306
+  _globals['_GETSTATUSREQUEST']._serialized_end=1324
+  _globals['_INSTANCESTATUS']._serialized_start=1327
+  _globals['_INSTANCESTATUS']._serialized_end=1493
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1495
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1594
+  _globals['_CLUSTER']._serialized_start=1682
+  _globals['_CLUSTER']._serialized_end=1913
+  _globals['_INSTANCE']._serialized_start=1916
+  _globals['_INSTANCE']._serialized_end=2118
+  _globals['_LAUNCHER']._serialized_start=2120
+  _globals['_LAUNCHER']._serialized_end=2192
+  _globals['_STATUS']._serialized_start=2194
+  _globals['_STATUS']._serialized_end=2276
 # @@protoc_insertion_point(module_scope)

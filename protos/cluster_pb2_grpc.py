@@ -346,6 +346,82 @@ class Instance:
             _registered_method=True)
 
 
+class LauncherStub:
+    """Served by whoever started a cluster as a whole and keeps it, for its operator.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Scale = channel.unary_unary(
+                '/kvrelay.v1.Launcher/Scale',
+                request_serializer=protos_dot_cluster__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=protos_dot_cluster__pb2.ScaleResponse.FromString,
+                _registered_method=True)
+
+
+class LauncherServicer:
+    """Served by whoever started a cluster as a whole and keeps it, for its operator.
+    """
+
+    def Scale(self, request, context):
+        """answers when it is so
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_LauncherServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=protos_dot_cluster__pb2.ScaleRequest.FromString,
+                    response_serializer=protos_dot_cluster__pb2.ScaleResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvrelay.v1.Launcher', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvrelay.v1.Launcher', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Launcher:
+    """Served by whoever started a cluster as a whole and keeps it, for its operator.
+    """
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Launcher/Scale',
+            protos_dot_cluster__pb2.ScaleRequest.SerializeToString,
+            protos_dot_cluster__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class StatusStub:
     """Read-only, on the public port too.
     """

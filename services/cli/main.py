@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from engine.config import EngineConfig
-from services.cli import options, trace
+from services.cli import operators, options, trace
 from services.cli.options import ADDRESS, ENGINE, ROUTER, field_option
 from services.launch.place import LaunchError
 from services.runtime.errors import to_service_error
@@ -24,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
+app.add_typer(operators.app)
 STANDALONE_WORKER = WorkerConfig(model="demo", role=Role.COLOCATED, router="127.0.0.1:50052")
 
 Count = Annotated[int, typer.Option(metavar="N", help="Instances of this role.")]
@@ -303,59 +304,6 @@ def worker(
             drain_timeout_s=drain_timeout_s,
         )
     )
-
-
-InstanceId = Annotated[str, typer.Argument(metavar="INSTANCE", help="Its id, from status.")]
-
-
-@app.command()
-def drain(
-    instance: InstanceId,
-    address: options.Address = options.ADDRESS,
-    now: Annotated[
-        bool, typer.Option("--now", help="What runs there goes on elsewhere at once.")
-    ] = False,
-) -> None:
-    """Let an instance take no more requests. Needs KVRELAY_CLUSTER_TOKEN."""
-    from services.cli import operate
-
-    operate.drain(address, instance, now=now)
-
-
-@app.command()
-def undrain(instance: InstanceId, address: options.Address = options.ADDRESS) -> None:
-    """Let a drained instance take requests again. Needs KVRELAY_CLUSTER_TOKEN."""
-    from services.cli import operate
-
-    operate.drain(address, instance, undo=True)
-
-
-@app.command()
-def role(
-    instance: InstanceId,
-    to: Annotated[Role, typer.Argument(metavar="prefill|decode|colocated")],
-    address: options.Address = options.ADDRESS,
-) -> None:
-    """Give a running instance another role, once what it does has ended. Needs the cluster token.
-
-    Nothing is restarted and no request is lost; the id stays.
-    """
-    from services.cli import operate
-
-    operate.change_role(address, instance, to)
-
-
-@app.command()
-def restart(
-    instances: Annotated[
-        list[str] | None, typer.Argument(metavar="[INSTANCE]...", help="None: all of them.")
-    ] = None,
-    address: options.Address = options.ADDRESS,
-) -> None:
-    """Restart instances one after the other, without losing a request. Needs the cluster token."""
-    from services.cli import operate
-
-    operate.restart(address, instances or ())
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""``kvrelay drain``, ``undrain``, ``role`` and ``restart``: what an operator asks of instances.
+"""``kvrelay drain``, ``undrain``, ``role``, ``restart`` and ``scale``: what an operator asks.
 
 Finds an instance by the router's status and asks it on its internal port, with the cluster token.
 Called by ``main``.
@@ -6,19 +6,21 @@ Called by ``main``.
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from protos import cluster_pb2, cluster_pb2_grpc
-from services.cli.client import cluster_status, connected
-from services.runtime.errors import NotFound, Unavailable
+from services.cli.client import STATUS_TIMEOUT_S, cluster_status, connected
+from services.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from services.runtime.server import cluster_token, connect, token_metadata
 from services.runtime.settings import Role
 
 CALL_S = 120.0
 """A role changes once what runs has ended."""
 RESTART_S = 120.0
+SCALE_S = 600.0
+"""Models are loaded, and what runs on instances that go has their drain timeout."""
 POLL_S = 0.1
 
 Instances = list[dict[str, Any]]
@@ -46,6 +48,38 @@ def restart(address: str, instances: Sequence[str]) -> None:
         ServiceError or grpc.aio.AioRpcError: one did not come back, and why.
     """
     asyncio.run(_restart(address, instances))
+
+
+def scale(address: str, counts: Mapping[Role, int]) -> None:
+    """Ask whoever keeps the cluster for so many instances of these roles; wait until it is so.
+
+    Raises:
+        InvalidArgument: nothing was asked for.
+        FailedPrecondition: nobody here can be asked.
+        ServiceError or grpc.aio.AioRpcError: it is not so, and why.
+    """
+    if not counts:
+        raise InvalidArgument("--prefill, --decode or --colocated", "say how many there should be")
+    asyncio.run(_scale(address, counts))
+
+
+async def _scale(address: str, counts: Mapping[Role, int]) -> None:
+    request = cluster_pb2.ScaleRequest(**{role.value: count for role, count in counts.items()})
+    async with connected(address) as channel:
+        status = await cluster_pb2_grpc.StatusStub(channel).GetStatus(
+            cluster_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S
+        )
+    if not status.launcher:
+        raise FailedPrecondition(
+            "this cluster is kept by an orchestrator, not by kvrelay serve: scale it there"
+        )
+    metadata = token_metadata(cluster_token())
+    channel = await connect(status.launcher)
+    try:
+        stub = cluster_pb2_grpc.LauncherStub(channel)
+        await stub.Scale(request, metadata=metadata, timeout=SCALE_S)
+    finally:
+        await channel.close()
 
 
 async def _restart(address: str, names: Sequence[str]) -> None:

@@ -23,12 +23,13 @@ from rich.console import Console
 from engine.config import EngineConfig
 from services.launch.forking import local_launcher
 from services.launch.place import Launcher
+from services.launch.scaling import ScalingService
 from services.launch.service import ready_line
 from services.launch.supervise import Cluster, ClusterPlan
 from services.runtime import journal
 from services.runtime.errors import InvalidArgument
 from services.runtime.lifecycle import StopSignals
-from services.runtime.server import TOKEN_VARIABLE
+from services.runtime.server import TOKEN_VARIABLE, GrpcServer, cluster_token
 from services.runtime.settings import Role, RouterConfig, WorkerConfig
 
 LOOPBACK = "127.0.0.1"
@@ -82,7 +83,6 @@ def make_plan(
     router.validate()
 
     def worker_for(role: str, address: str) -> WorkerConfig:
-        # When workers are told to stop, the router is gone and nothing is in flight.
         return WorkerConfig(
             model=router.model,
             role=Role(role),
@@ -90,7 +90,6 @@ def make_plan(
             engine=engine,
             transport=transport,
             insecure=router.insecure,
-            drain_timeout_s=1.0,
         )
 
     worker_for(roles[0], "127.0.0.1:1").validate()
@@ -171,12 +170,18 @@ def serve_until_stopped(plan: ClusterPlan, launch: Callable[[], Launcher]) -> No
 
 async def _run(plan: ClusterPlan, launcher: Launcher, work: Work) -> None:
     with StopSignals() as signals, _progress(plan) as on_up:
-        cluster = Cluster(plan, launcher, on_up=on_up)
+        scaling = ScalingService()
+        server = GrpcServer(scaling.mount, LOOPBACK, 0, token=cluster_token())
+        await server.start()
+        router = dataclasses.replace(plan.router, launcher=server.address)
+        cluster = Cluster(dataclasses.replace(plan, router=router), launcher, on_up=on_up)
         drain_s = 0.0
         try:
+            scaling.serve(cluster)
             await _until(signals.stop, _up_and_work(cluster, work))
             drain_s = DRAIN_S
         finally:
+            await server.stop()
             await _stop(cluster, drain_s, signals.hurry)
 
 

@@ -98,8 +98,9 @@ class WorkerActor:
             leaving.cancel()
         return "left"
 
-    async def stop(self) -> None:
-        await self._worker.stop()
+    async def leave(self) -> None:
+        """Drain and go; ``watch`` says when that is done."""
+        self._leaving.set()
 
 
 def _node_address() -> str:
@@ -147,7 +148,8 @@ class ActorInstance:
 
         with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
             async with asyncio.timeout(grace_s):
-                await self._actor.stop.remote()
+                await self._actor.leave.remote()
+                await self.died()
         self.kill()
         await self.died()
 
@@ -218,6 +220,7 @@ class RayLauncher:
         self._lives = itertools.count()
         self._group_of = {name: group for group in neighbours for name in group}
         self._groups: dict[tuple[str, ...], Any] = {}
+        self._forgotten: set[str] = set()
 
     @classmethod
     def connect(
@@ -272,6 +275,15 @@ class RayLauncher:
         log.info("%s is on node %s, GPUs: %s", name, answer["node"], answer["devices"] or "none")
         return ActorInstance(name, actor, answer)
 
+    def forget(self, name: str) -> None:
+        """A group ends with its last member: to end it sooner would end the others."""
+        import ray
+
+        members = self._group_of.get(name, (name,))
+        self._forgotten.add(name)
+        if self._forgotten.issuperset(members) and members in self._groups:
+            ray.util.remove_placement_group(self._groups.pop(members))
+
     async def close(self) -> None:
         """Leave Ray; a private one ends, and in another nothing of ours is left."""
         import ray
@@ -289,6 +301,7 @@ class RayLauncher:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        self._forgotten.discard(name)
         members = self._group_of.get(name, (name,))
         strategy = PlacementGroupSchedulingStrategy(
             await self._group(members), placement_group_bundle_index=members.index(name)

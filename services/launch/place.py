@@ -51,6 +51,10 @@ class Launcher(Protocol):
         """
         ...
 
+    def forget(self, name: str) -> None:
+        """Nobody of this name comes again soon: give back what was kept for it."""
+        ...
+
     async def close(self) -> None:
         """Give back what placing needed. Instances are stopped before."""
         ...

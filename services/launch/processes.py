@@ -149,5 +149,8 @@ class LocalLauncher:
     async def place(self, name: str, config: WorkerConfig) -> ChildProcess:
         return await ChildProcess.start(name, config)
 
+    def forget(self, name: str) -> None:
+        """Nothing is kept for a process that has gone."""
+
     async def close(self) -> None:
         """Nothing to give back: processes are all there is."""

@@ -4,7 +4,8 @@
     2  watch    a worker that dies is started again, as a new instance, after a pause that grows
                 as long as it keeps dying: the others serve meanwhile; the router's death ends the
                 cluster with the reason
-    3  stop     the router drains and goes, then the workers; whoever is late is killed
+    3  scale    more instances come, or those with the highest numbers drain and go
+    4  stop     the router drains and goes, then the workers; whoever is late is killed
 
 Knows nothing of requests or models, nor how a worker is placed. Called by ``services.cli``.
 """
@@ -19,9 +20,14 @@ from typing import Any
 
 from services.launch.place import Instance, Launcher, LaunchError
 from services.launch.processes import ChildProcess
+from services.runtime.errors import InvalidArgument, Unavailable
 from services.runtime.settings import Role, RouterConfig, WorkerConfig
 
 log = logging.getLogger(__name__)
+
+MAX_INSTANCES = 256
+LEAVE_S = 35.0
+"""What an instance is given to drain and go; a little more than its own drain timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,31 @@ class RestartPolicy:
         return min(self.max_pause_s, self.first_pause_s * 2.0**doublings)
 
 
+def check_counts(goal: Mapping[Role, int]) -> None:
+    """Raises: InvalidArgument: such a cluster could not answer, or would be too large."""
+    for role, count in goal.items():
+        if not 0 <= count <= MAX_INSTANCES:
+            raise InvalidArgument(f"--{role}", f"{count} is not 0 to {MAX_INSTANCES}")
+    if not (goal[Role.DECODE] or goal[Role.COLOCATED]):
+        raise InvalidArgument("--decode", "prefill alone answers nobody: leave at least 1")
+
+
+def changes(
+    roles: Mapping[str, str], goal: Mapping[Role, int]
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """From the instances by name and role to ``goal``: (name, role) of those to add, names of
+    those to remove. Free numbers are taken from the lowest, and given up from the highest."""
+    more: list[tuple[str, str]] = []
+    fewer: list[str] = []
+    for role, count in goal.items():
+        numbers = sorted(int(name.rpartition("-")[2]) for name, has in roles.items() if has == role)
+        free = (number for number in itertools.count() if number not in numbers)
+        missing = max(0, count - len(numbers))
+        more += [(f"{role}-{number}", role) for number in itertools.islice(free, missing)]
+        fewer += [f"{role}-{number}" for number in numbers[count:]]
+    return more, fewer
+
+
 StartRouter = Callable[[str, RouterConfig], Coroutine[Any, Any, Instance]]
 
 
@@ -92,6 +123,10 @@ class Cluster:
         self._on_up = on_up
         self._router: Instance | None = None
         self._workers: dict[str, Instance] = {}
+        self._roles: dict[str, str] = dict(plan.names())
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._over: asyncio.Future[None] | None = None
+        self._scaling: asyncio.Task[None] | None = None
 
     async def start(self) -> Mapping[str, str]:
         """Bring everything up; the router's addresses by server name.
@@ -110,11 +145,40 @@ class Cluster:
         Raises:
             LaunchError: the router died.
         """
-        named = self._plan.names()
-        await self._all([self._router_died(), *(self._keep(name, role) for name, role in named)])
+        self._over = asyncio.get_running_loop().create_future()
+        router = asyncio.create_task(self._router_died())
+        router.add_done_callback(self._ended)
+        for name, role in self._roles.items():
+            self._keepers[name] = self._keeper(name, role)
+        try:
+            await self._over
+        finally:
+            tasks = [router, *self._keepers.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def scale(self, counts: Mapping[Role, int]) -> None:
+        """Have so many instances of these roles; those that are too many drain first. Goes on
+        when the caller does not wait.
+
+        Raises:
+            InvalidArgument: such a cluster could not answer, or would be too large.
+            Unavailable: it is not up yet, or scales already.
+            LaunchError: a new instance could not start; the others are there.
+        """
+        if self._over is None or (self._scaling is not None and not self._scaling.done()):
+            raise Unavailable("the cluster starts or scales just now: ask again in a moment")
+        goal = {role: list(self._roles.values()).count(role) for role in Role} | dict(counts)
+        check_counts(goal)
+        self._scaling = asyncio.create_task(self._scale(goal), name="scale")
+        await asyncio.shield(self._scaling)
 
     async def stop(self, drain_s: float) -> None:
         """Stop everything in order. ``drain_s``: what the requests in flight are given."""
+        if self._scaling is not None:
+            self._scaling.cancel()
+            await asyncio.gather(self._scaling, return_exceptions=True)
         if self._router is not None:
             # The router ends its drain by itself; the rest is for its way out.
             await self._router.stop(drain_s + 2.0)
@@ -135,6 +199,46 @@ class Cluster:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _scale(self, goal: Mapping[Role, int]) -> None:
+        more, fewer = changes(self._roles, goal)
+        # First the new ones, so that what runs on the others has where to go.
+        results = await asyncio.gather(
+            *(self._add(name, role) for name, role in more), return_exceptions=True
+        )
+        await asyncio.gather(*(self._remove(name) for name in fewer))
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _add(self, name: str, role: str) -> None:
+        try:
+            await self._place(name, role)
+        except LaunchError:
+            self._launcher.forget(name)
+            raise
+        self._roles[name] = role
+        self._keepers[name] = self._keeper(name, role)
+
+    async def _remove(self, name: str) -> None:
+        del self._roles[name]
+        keeper = self._keepers.pop(name)
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        await self._workers[name].stop(LEAVE_S)
+        del self._workers[name]
+        self._launcher.forget(name)
+
+    def _keeper(self, name: str, role: str) -> "asyncio.Task[None]":
+        keeper = asyncio.create_task(self._keep(name, role), name=f"keep {name}")
+        keeper.add_done_callback(self._ended)
+        return keeper
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        """A task that should go on for ever did not: ``watch`` raises why."""
+        assert self._over is not None
+        if not task.cancelled() and (error := task.exception()) and not self._over.done():
+            self._over.set_exception(error)
 
     async def _place(self, name: str, role: str) -> None:
         assert self._router is not None

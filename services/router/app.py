@@ -84,7 +84,7 @@ class Router(Component):
             traces,
         )
         inference = InferenceService(model, serving)
-        status = StatusService(model.model_id, self._fleet)
+        status = StatusService(model.model_id, self._fleet, config.launcher)
         cluster = ClusterService(self._fleet)
 
         def mount_public(server: grpc.aio.Server) -> None:

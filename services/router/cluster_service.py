@@ -56,16 +56,19 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 class StatusService(cluster_pb2_grpc.StatusServicer):
     """Who is there and how they are."""
 
-    def __init__(self, model: str, fleet: Fleet) -> None:
+    def __init__(self, model: str, fleet: Fleet, launcher: str = "") -> None:
         self._model = model
         self._fleet = fleet
+        self._launcher = launcher
 
     async def GetStatus(
         self, request: cluster_pb2.GetStatusRequest, context: Any
     ) -> cluster_pb2.GetStatusResponse:
         views = self._fleet.snapshot().instances
         return cluster_pb2.GetStatusResponse(
-            model=self._model, instances=[_status(view) for view in views]
+            model=self._model,
+            instances=[_status(view) for view in views],
+            launcher=self._launcher,
         )
 
 

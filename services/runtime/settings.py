@@ -86,6 +86,8 @@ class RouterConfig:
     """Most requests at once; more are refused with a hint when to retry."""
     trace_requests: int = 256
     """Finished requests of which `kvrelay trace` can show where their time went; 0: none."""
+    launcher: str = ""
+    """Where whoever keeps this cluster is asked for more or fewer instances; empty: nowhere."""
     insecure: bool = False
     """Allow addresses that other machines can reach, without encryption or keys."""
     drain_timeout_s: float = 30.0

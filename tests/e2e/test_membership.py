@@ -206,3 +206,17 @@ def test_a_router_that_comes_back_knows_everybody(tiny_model: Path) -> None:
                 eventually(lambda: second.all_ready(2), 5, "everybody has registered again")
                 assert time.monotonic() - began_s < 3
                 assert second.generate(**WAYS[1]).token_ids == expected
+
+
+def test_a_cluster_grows_and_shrinks_under_load(
+    cluster: Cluster, undisturbed: list[Generated]
+) -> None:
+    with Load(cluster, undisturbed).during():
+        operate(cluster, "scale", "--prefill", "3", "--decode", "3")
+        assert cluster.all_ready(6)
+        operate(cluster, "scale", "--prefill", "1", "--decode", "1")
+        eventually(lambda: len(cluster.status()) == 2, 2, "the others have gone")
+    operate(cluster, "scale", "--prefill", "2", "--decode", "2")
+    assert cluster.all_ready(4)
+    assert kvrelay(["scale", "--decode", "0", "--address", cluster.grpc_address]) == 1
+    eventually(cluster.held_nothing, 3, "nothing held")

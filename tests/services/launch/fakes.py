@@ -63,6 +63,9 @@ class FakeLauncher:
         self.placed.setdefault(name, []).append(instance)
         return instance
 
+    def forget(self, name: str) -> None:
+        self.log.append(f"forget {name}")
+
     async def close(self) -> None:
         self.log.append("close")
 

@@ -3,9 +3,12 @@
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.launch.place import LaunchError
-from services.launch.supervise import Cluster, RestartPolicy
+from services.launch.supervise import Cluster, RestartPolicy, changes
+from services.runtime.errors import InvalidArgument, Unavailable
 from services.runtime.settings import Role, RouterConfig
 from tests.services.launch.fakes import FakeInstance, FakeLauncher, plan_of
 
@@ -146,3 +149,98 @@ def test_neighbours_are_pairs_that_hand_over() -> None:
         ("colocated-0",),
     ]
     assert plan_of(C).neighbours() == [("colocated-0",)]
+
+
+async def up_and_watched(world: World) -> "asyncio.Task[None]":
+    await world.cluster.start()
+    watching = asyncio.create_task(world.cluster.watch())
+    await settle()
+    return watching
+
+
+async def ended(watching: "asyncio.Task[None]") -> None:
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_scale_adds_before_it_removes_and_keeps_what_is_new() -> None:
+    world = World()
+    watching = await up_and_watched(world)
+    await world.cluster.scale({Role.PREFILL: 3, Role.DECODE: 1})
+    assert {"prefill-1", "prefill-2"} <= set(world.launcher.placed)
+    assert world.launcher.log == ["stop decode-1", "gone decode-1", "forget decode-1"]
+    world.lives("prefill-2")[0].die("shot")
+    world.lives("decode-1")[0].die("nobody cares")
+    await settle()
+    assert len(world.lives("prefill-2")) == 2 and len(world.lives("decode-1")) == 1
+    await world.cluster.scale({Role.DECODE: 2})
+    assert len(world.lives("decode-1")) == 2
+    await ended(watching)
+    await world.cluster.stop(1.0)
+    assert world.launcher.log.count("stop decode-1") == 2
+
+
+async def test_scale_while_one_is_started_again() -> None:
+    world = World()
+    watching = await up_and_watched(world)
+    world.launcher.slow.add("decode-1")
+    world.lives("decode-1")[0].die("shot")
+    await settle()
+    await world.cluster.scale({Role.DECODE: 1})
+    assert "cancelled decode-1" in world.launcher.log
+    assert not watching.done()
+    await ended(watching)
+
+
+async def test_what_cannot_start_is_told_and_forgotten() -> None:
+    world = World()
+    world.launcher.refusals["prefill-1"] = ["no room"]
+    watching = await up_and_watched(world)
+    with pytest.raises(LaunchError, match="prefill-1: no room"):
+        await world.cluster.scale({Role.PREFILL: 3})
+    assert "forget prefill-1" in world.launcher.log and world.lives("prefill-2")
+    await world.cluster.scale({Role.PREFILL: 3})
+    assert len(world.lives("prefill-1")) == len(world.lives("prefill-2")) == 1
+    await ended(watching)
+
+
+@pytest.mark.parametrize(
+    ("counts", "named"),
+    [({Role.DECODE: 0}, "--decode"), ({Role.PREFILL: 257}, "--prefill: 257 is not 0 to 256")],
+)
+async def test_scale_refuses_what_could_not_answer(counts: dict[Role, int], named: str) -> None:
+    world = World()
+    watching = await up_and_watched(world)
+    with pytest.raises(InvalidArgument, match=named):
+        await world.cluster.scale(counts)
+    await ended(watching)
+
+
+async def test_scale_waits_for_its_turn() -> None:
+    world = World()
+    with pytest.raises(Unavailable, match="starts or scales"):
+        await world.cluster.scale({Role.DECODE: 3})
+    watching = await up_and_watched(world)
+    world.launcher.slow.add("decode-2")
+    first = asyncio.create_task(world.cluster.scale({Role.DECODE: 3}))
+    await settle()
+    with pytest.raises(Unavailable, match="starts or scales"):
+        await world.cluster.scale({Role.DECODE: 4})
+    await ended(watching)
+    await world.cluster.stop(1.0)
+    assert "cancelled decode-2" in world.launcher.log
+    await asyncio.gather(first, return_exceptions=True)
+
+
+@given(
+    now=st.dictionaries(st.sampled_from(Role), st.sets(st.integers(0, 6), max_size=4)),
+    goal=st.dictionaries(st.sampled_from(Role), st.integers(0, 6)),
+)
+def test_changes_lead_to_the_goal(now: dict[Role, set[int]], goal: dict[Role, int]) -> None:
+    roles = {f"{role}-{n}": role.value for role, numbers in now.items() for n in numbers}
+    more, fewer = changes(roles, goal)
+    assert not (set(fewer) - roles.keys()) and not ({name for name, _ in more} & roles.keys())
+    after = {name: role for name, role in (roles | dict(more)).items() if name not in fewer}
+    for role in Role:
+        assert list(after.values()).count(role) == goal.get(role, len(now.get(role, ())))
+    assert not (more and fewer) or len(goal) > 1
