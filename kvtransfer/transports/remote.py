@@ -87,16 +87,19 @@ class RemoteConnector:
 
     Args:
         metadata: goes with every stream; the cluster token belongs here.
-        credentials: TLS; None is plain text.
+        credentials: asked before every dial, as certificates are rotated; None is plain text.
         transport: one of ``negotiation.TRANSPORTS``.
+        options: more channel options.
     """
 
     def __init__(
         self,
         metadata: Sequence[tuple[str, str]] = (),
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: Callable[[], grpc.ChannelCredentials | None] = lambda: None,
         transport: str = "auto",
+        options: Sequence[tuple[str, str]] = (),
     ) -> None:
+        self._options = (*_CHANNEL_OPTIONS, *options)
         self._metadata = tuple(metadata)
         self._transport = transport
         self._credentials = credentials
@@ -111,9 +114,10 @@ class RemoteConnector:
         return RemoteLink(address, channels, (*self._metadata, *ids), ring, self._transport)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(address, self._credentials, options=_CHANNEL_OPTIONS)
+        credentials = self._credentials()
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options=self._options)
+        return grpc.aio.secure_channel(address, credentials, options=self._options)
 
 
 class RemoteLink:

@@ -4,6 +4,7 @@ Knows the public protos, no rendering. Used by ``generate``, ``status`` and ``de
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,8 +13,14 @@ from typing import Any
 import grpc
 
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from services.runtime.certificates import TlsFiles
 from services.runtime.errors import Unavailable
+from services.runtime.tls import channel_credentials
 
+API_KEY_VARIABLE = "KVRELAY_API_KEY"
+TLS_CA_VARIABLE = "KVRELAY_TLS_CA"
+TLS_CERT_VARIABLE = "KVRELAY_TLS_CERT"
+TLS_KEY_VARIABLE = "KVRELAY_TLS_KEY"
 CONNECT_TIMEOUT_S = 5.0
 STATUS_TIMEOUT_S = 5.0
 
@@ -53,7 +60,7 @@ async def connected(address: str) -> AsyncIterator[grpc.aio.Channel]:
     """
     # A proxy that the environment names for the web knows no way to a cluster.
     options = (("grpc.enable_http_proxy", 0),)
-    async with grpc.aio.insecure_channel(address, options=options) as channel:
+    async with _channel(address, options) as channel:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await _connect(channel)
@@ -63,6 +70,25 @@ async def connected(address: str) -> AsyncIterator[grpc.aio.Channel]:
                 "or say where it is with --address"
             ) from None
         yield channel
+
+
+def _channel(address: str, options: Any) -> grpc.aio.Channel:
+    """Encrypted, if the environment names who may have signed the router's certificate."""
+    files = TlsFiles(
+        os.environ.get(TLS_CERT_VARIABLE, ""),
+        os.environ.get(TLS_KEY_VARIABLE, ""),
+        os.environ.get(TLS_CA_VARIABLE, ""),
+    )
+    credentials = channel_credentials(files)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def key_metadata() -> tuple[tuple[str, str], ...]:
+    """The API key of the environment, as calls carry it."""
+    key = os.environ.get(API_KEY_VARIABLE, "")
+    return (("authorization", f"Bearer {key}"),) if key else ()
 
 
 async def _connect(channel: grpc.aio.Channel) -> None:
@@ -83,7 +109,7 @@ async def generate(
     Raises:
         grpc.aio.AioRpcError: the request was refused or has failed.
     """
-    call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
+    call = inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=key_metadata())
     try:
         async for response in call:
             answer.request_id = response.request_id
@@ -105,7 +131,9 @@ async def cluster_status(channel: grpc.aio.Channel) -> dict[str, Any]:
         grpc.aio.AioRpcError: no answer.
     """
     stub = cluster_pb2_grpc.StatusStub(channel)
-    status = await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S)
+    status = await stub.GetStatus(
+        cluster_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S, metadata=key_metadata()
+    )
     return {"model": status.model, "instances": [_instance(each) for each in status.instances]}
 
 

@@ -77,6 +77,14 @@ def serve(
     host: options.Host = ROUTER.host,
     grpc_port: options.GrpcPort = ROUTER.grpc_port,
     http_port: options.HttpPort = ROUTER.http_port,
+    tls_cert: options.TlsCert = "",
+    tls_key: options.TlsKey = "",
+    tls_client_ca: options.TlsClientCa = "",
+    api_keys: options.ApiKeys = "",
+    internal_tls_cert: options.InternalTlsCert = "",
+    internal_tls_key: options.InternalTlsKey = "",
+    internal_tls_ca: options.InternalTlsCa = "",
+    internal_tls_name: options.InternalTlsName = "",
     insecure: options.Insecure = ROUTER.insecure,
     log_format: options.LogFormat = options.LOG_FORMAT,
 ) -> None:
@@ -122,6 +130,14 @@ def serve(
         tpot_slo_s=tpot_slo_s,
         max_wait_s=max_wait_s,
         trace_requests=trace_requests,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
+        api_keys=api_keys,
+        internal_tls_cert=internal_tls_cert,
+        internal_tls_key=internal_tls_key,
+        internal_tls_ca=internal_tls_ca,
+        internal_tls_name=internal_tls_name,
         insecure=insecure,
     )
     plan = cluster.make_plan(router, roles, engine, transport)
@@ -195,6 +211,14 @@ def router(
     drain_timeout_s: Annotated[
         float, field_option(RouterConfig, "drain_timeout_s", metavar="SECONDS")
     ] = ROUTER.drain_timeout_s,
+    tls_cert: options.TlsCert = "",
+    tls_key: options.TlsKey = "",
+    tls_client_ca: options.TlsClientCa = "",
+    api_keys: options.ApiKeys = "",
+    internal_tls_cert: options.InternalTlsCert = "",
+    internal_tls_key: options.InternalTlsKey = "",
+    internal_tls_ca: options.InternalTlsCa = "",
+    internal_tls_name: options.InternalTlsName = "",
     insecure: options.Insecure = ROUTER.insecure,
     log_format: options.LogFormat = options.LOG_FORMAT,
 ) -> None:
@@ -214,6 +238,14 @@ def router(
             max_wait_s=max_wait_s,
             trace_requests=trace_requests,
             max_requests=max_requests,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_client_ca=tls_client_ca,
+            api_keys=api_keys,
+            internal_tls_cert=internal_tls_cert,
+            internal_tls_key=internal_tls_key,
+            internal_tls_ca=internal_tls_ca,
+            internal_tls_name=internal_tls_name,
             insecure=insecure,
             drain_timeout_s=drain_timeout_s,
         )
@@ -264,6 +296,10 @@ def worker(
     drain_timeout_s: Annotated[
         float, field_option(WorkerConfig, "drain_timeout_s", metavar="SECONDS")
     ] = STANDALONE_WORKER.drain_timeout_s,
+    internal_tls_cert: options.InternalTlsCert = "",
+    internal_tls_key: options.InternalTlsKey = "",
+    internal_tls_ca: options.InternalTlsCa = "",
+    internal_tls_name: options.InternalTlsName = "",
     insecure: Annotated[
         bool, typer.Option("--insecure", help=field_help(WorkerConfig, "insecure"))
     ] = STANDALONE_WORKER.insecure,
@@ -300,6 +336,10 @@ def worker(
             transport=transport,
             transport_throttle=transport_throttle,
             transport_latency_ms=transport_latency_ms,
+            internal_tls_cert=internal_tls_cert,
+            internal_tls_key=internal_tls_key,
+            internal_tls_ca=internal_tls_ca,
+            internal_tls_name=internal_tls_name,
             insecure=insecure,
             drain_timeout_s=drain_timeout_s,
         )

@@ -5,13 +5,15 @@ Called by ``main``.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from protos import cluster_pb2, cluster_pb2_grpc
-from services.cli.client import STATUS_TIMEOUT_S, cluster_status, connected
+from services.cli.client import STATUS_TIMEOUT_S, cluster_status, connected, key_metadata
+from services.runtime.certificates import TlsFiles
 from services.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from services.runtime.server import cluster_token, connect, token_metadata
 from services.runtime.settings import Role
@@ -67,7 +69,7 @@ async def _scale(address: str, counts: Mapping[Role, int]) -> None:
     request = cluster_pb2.ScaleRequest(**{role.value: count for role, count in counts.items()})
     async with connected(address) as channel:
         status = await cluster_pb2_grpc.StatusStub(channel).GetStatus(
-            cluster_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S
+            cluster_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S, metadata=key_metadata()
         )
     if not status.launcher:
         raise FailedPrecondition(
@@ -124,11 +126,17 @@ async def _ask_one(address: str, instance: str, ask: Callable[..., Awaitable[Any
 async def _instance(address: str) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
     """A stub for an instance, and what every call to it takes."""
     metadata = token_metadata(cluster_token())
-    channel = await connect(address)
+    channel = await connect(address, tls=_internal_tls())
     try:
         yield cluster_pb2_grpc.InstanceStub(channel), {"metadata": metadata}
     finally:
         await channel.close()
+
+
+def _internal_tls() -> TlsFiles:
+    """The internal certificates, as the environment names them."""
+    named = ("CERT", "KEY", "CA", "NAME")
+    return TlsFiles(*(os.environ.get(f"KVRELAY_INTERNAL_TLS_{each}", "") for each in named))
 
 
 def _find(instances: Instances, name: str) -> dict[str, Any]:

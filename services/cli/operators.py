@@ -1,8 +1,9 @@
-"""The commands of those who operate a running cluster: drain, undrain, role, restart, scale.
+"""The commands of those who operate a running cluster: keys, drain, undrain, role, restart, scale.
 
 Options alone; ``operate`` does what they say and is imported when one is called. Part of ``main``.
 """
 
+import sys
 from typing import Annotated
 
 import typer
@@ -11,6 +12,22 @@ from services.cli import options
 from services.runtime.settings import Role
 
 app = typer.Typer()
+
+
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(help="Whom it is for: letters, digits, . _ @ -")],
+    streams: Annotated[int, typer.Option(help="Most requests at once; 0: no limit.")] = 0,
+    per_minute: Annotated[int, typer.Option(help="Most requests a minute; 0: no limit.")] = 0,
+) -> None:
+    """Draw an API key: it is shown once on stderr; the line for --api-keys goes to stdout."""
+    from services.router import keys
+
+    drawn = keys.new_key()
+    line = keys.key_line(name, drawn, streams, per_minute)
+    print(f"key for {name}, shown once: {drawn}", file=sys.stderr)
+    print(line)
+
 
 InstanceId = Annotated[str, typer.Argument(metavar="INSTANCE", help="Its id, from status.")]
 

@@ -83,6 +83,34 @@ LogFormat = Annotated[
     ),
 ]
 LOG_FORMAT = "text"
+TlsCert = Annotated[str, field_option(RouterConfig, "tls_cert", metavar="FILE")]
+TlsKey = Annotated[str, field_option(RouterConfig, "tls_key", metavar="FILE")]
+TlsClientCa = Annotated[str, field_option(RouterConfig, "tls_client_ca", metavar="FILE")]
+ApiKeys = Annotated[
+    str, field_option(RouterConfig, "api_keys", metavar="FILE", envvar="KVRELAY_API_KEYS")
+]
+InternalTlsCert = Annotated[
+    str,
+    field_option(
+        RouterConfig, "internal_tls_cert", envvar="KVRELAY_INTERNAL_TLS_CERT", metavar="FILE"
+    ),
+]
+InternalTlsKey = Annotated[
+    str,
+    field_option(
+        RouterConfig, "internal_tls_key", envvar="KVRELAY_INTERNAL_TLS_KEY", metavar="FILE"
+    ),
+]
+InternalTlsCa = Annotated[
+    str,
+    field_option(RouterConfig, "internal_tls_ca", envvar="KVRELAY_INTERNAL_TLS_CA", metavar="FILE"),
+]
+InternalTlsName = Annotated[
+    str,
+    field_option(
+        RouterConfig, "internal_tls_name", envvar="KVRELAY_INTERNAL_TLS_NAME", metavar="NAME"
+    ),
+]
 
 Device = Annotated[str, field_option(EngineConfig, "device", metavar="auto|cpu|cuda")]
 Dtype = Annotated[str, field_option(EngineConfig, "dtype", metavar="auto|float32|bfloat16")]

@@ -90,6 +90,10 @@ def make_plan(
             engine=engine,
             transport=transport,
             insecure=router.insecure,
+            internal_tls_cert=router.internal_tls_cert,
+            internal_tls_key=router.internal_tls_key,
+            internal_tls_ca=router.internal_tls_ca,
+            internal_tls_name=router.internal_tls_name,
         )
 
     worker_for(roles[0], "127.0.0.1:1").validate()

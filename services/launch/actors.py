@@ -28,8 +28,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.launch.place import LaunchError
 from services.launch.transfer import read_config, write_config
 from services.runtime.address import join_address
+from services.runtime.certificates import NO_TLS, TlsFiles
 from services.runtime.errors import one_line
-from services.runtime.server import TOKEN_VARIABLE, channel_options
+from services.runtime.server import TOKEN_VARIABLE, open_channel
 from services.runtime.settings import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,10 @@ class ActorInstance:
         answer: what its ``start`` said.
     """
 
-    def __init__(self, name: str, actor: Any, answer: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, actor: Any, answer: Mapping[str, str], tls: TlsFiles = NO_TLS
+    ) -> None:
+        self._tls = tls
         self._name = name
         self._actor = actor
         self._addresses = {key: answer[key] for key in ("grpc", "metrics")}
@@ -186,7 +190,7 @@ class ActorInstance:
         """Return when it has not answered several times in a row."""
         missed = 0
         address = self._addresses["grpc"]
-        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        async with open_channel(address, self._tls) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             while missed < MISSED_BEATS:
                 await asyncio.sleep(BEAT_S)
@@ -273,7 +277,7 @@ class RayLauncher:
             ray.kill(actor)
             raise LaunchError(f"{name}: {answer['failed']}")
         log.info("%s is on node %s, GPUs: %s", name, answer["node"], answer["devices"] or "none")
-        return ActorInstance(name, actor, answer)
+        return ActorInstance(name, actor, answer, config.internal_tls)
 
     def forget(self, name: str) -> None:
         """A group ends with its last member: to end it sooner would end the others."""

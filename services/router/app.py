@@ -16,16 +16,19 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router.admission import Admission
 from services.router.cluster_service import ClusterService, StatusService
 from services.router.disaggregation import Rules
+from services.router.doors import GrpcDoor, HttpDoor
 from services.router.fleet import Fleet
 from services.router.health import Health
 from services.router.http_server import HttpServer
 from services.router.inference import InferenceService
 from services.router.intake import Intake
+from services.router.keys import Gate, Keyring
 from services.router.membership import InstanceState, Snapshot
 from services.router.observing import Observing
 from services.router.openai_api import OpenAiApi
@@ -64,7 +67,7 @@ class Router(Component):
         registry.register(BothNames(measured.collect))
         self._metrics = RouterMetrics.create(measured, model.model_id, secrets.token_hex(4))
         self._health = Health((INFERENCE,))
-        self._fleet = Fleet(model.model_id, dial_with(token), self._follow)
+        self._fleet = Fleet(model.model_id, dial_with(token, config.internal_tls), self._follow)
         self._telemetry = Telemetry.open()
         tell = self._telemetry.tell if self._telemetry is not None else None
         traces = Traces(model.model_id, config.trace_requests, tell)
@@ -106,11 +109,21 @@ class Router(Component):
             config.internal_port,
             token=token,
             insecure=insecure,
+            tls=config.internal_tls,
         )
-        self._grpc = GrpcServer(mount_public, config.host, config.grpc_port, insecure=insecure)
         http = OpenAiApi(model, serving).app()
         Observing(registry, serving.refresh_gauges, self._fleet.snapshot, traces).mount(http)
-        self._http = HttpServer(http, config.host, config.http_port, insecure=insecure)
+        app: ASGIApp = http
+        doors: list[grpc.aio.ServerInterceptor] = []
+        if config.api_keys:
+            keyring, gate = Keyring(config.api_keys), Gate()
+            doors.append(GrpcDoor(keyring, gate))
+            app = HttpDoor(app, keyring, gate)
+        tls = config.public_tls
+        self._grpc = GrpcServer(
+            mount_public, config.host, config.grpc_port, insecure=insecure, tls=tls, doors=doors
+        )
+        self._http = HttpServer(app, config.host, config.http_port, insecure=insecure, tls=tls)
         # Stopped in reverse: the faces end before the streams to the instances do.
         self._parts = Stack(self._fleet, self._internal, self._grpc, self._http)
 

@@ -18,9 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from services.runtime.address import check_bind, join_address, numeric_host
+from services.runtime.certificates import NO_TLS, TlsFiles
 from services.runtime.errors import Aborted, InvalidArgument, Unavailable
 from services.runtime.lifecycle import Component
 from services.runtime.server import PUBLIC_MESSAGE_BYTES
+from services.runtime.tls import HttpTls
 
 BODY_TIMEOUT_S = 10.0
 """A body that does not move for so long is given up."""
@@ -29,6 +31,7 @@ HEAD_TIMEOUT_S = 10.0
 PEER_TIMEOUT_MS = 10_000
 """Sent bytes that nobody acknowledges for so long end a connection."""
 _START_TURN_S = 0.005
+_ROTATE_S = 5.0
 
 Result = TypeVar("Result")
 
@@ -82,13 +85,23 @@ class _Protocol(H11Protocol):
 class HttpServer(Component):
     """One HTTP port. ``port`` and ``address`` are real once it has started."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, *, insecure: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        *,
+        insecure: bool = False,
+        tls: TlsFiles = NO_TLS,
+    ) -> None:
+        self._tls = tls
         self._app = app
         self._host = numeric_host(host)
         self.port = port
         self._insecure = insecure
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._refreshing: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
@@ -96,7 +109,7 @@ class HttpServer(Component):
 
     async def start(self) -> None:
         """Raises: InvalidArgument: public host without insecure. Unavailable: the port is taken."""
-        check_bind(self._host, self._insecure)
+        check_bind(self._host, self._insecure or self._tls.is_on)
         listener = self._bind()
         config = uvicorn.Config(
             self._app,
@@ -108,6 +121,8 @@ class HttpServer(Component):
             ws="none",
             timeout_graceful_shutdown=1,
         )
+        if self._tls.is_on:
+            self._guard(config)
         self._server = _Server(config)
         self._serving = asyncio.create_task(
             self._server.serve(sockets=[listener]), name="http-server"
@@ -123,10 +138,25 @@ class HttpServer(Component):
         await asyncio.shield(self._serving)
 
     async def stop(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.cancel()
         server, self._server = self._server, None
         if server is not None and self._serving is not None:
             server.should_exit = True
             await asyncio.gather(self._serving, return_exceptions=True)
+
+    def _guard(self, config: uvicorn.Config) -> None:
+        """Speak TLS; changed certificates are read again now and then."""
+        tls = HttpTls(self._tls)
+        config.load()
+        config.ssl = tls.context
+
+        async def refresh() -> None:
+            while True:
+                await asyncio.sleep(_ROTATE_S)
+                tls.refresh()
+
+        self._refreshing = asyncio.create_task(refresh(), name="http-certificates")
 
     def _bind(self) -> socket.socket:
         host = self._host.strip("[]")

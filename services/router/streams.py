@@ -13,6 +13,7 @@ import grpc
 from protos import worker_pb2 as wire
 from protos import worker_pb2_grpc
 from services.router.membership import Instance
+from services.runtime.certificates import NO_TLS, TlsFiles
 from services.runtime.errors import Unavailable, to_service_error
 from services.runtime.server import connect, token_metadata
 from services.runtime.settings import Role
@@ -41,11 +42,11 @@ Dial = Callable[[Instance], Awaitable[WorkStream]]
 """Raises Unavailable: the instance does not answer."""
 
 
-def dial_with(token: str) -> Dial:
+def dial_with(token: str, tls: TlsFiles = NO_TLS) -> Dial:
     """Dials ``Prefill.Run`` or ``Decode.Run``, by the instance's role, with the cluster token."""
 
     async def dial(instance: Instance) -> WorkStream:
-        channel = await connect(instance.address, CONNECT_TIMEOUT_S)
+        channel = await connect(instance.address, CONNECT_TIMEOUT_S, tls)
         is_prefill = instance.role is Role.PREFILL
         stub = worker_pb2_grpc.PrefillStub if is_prefill else worker_pb2_grpc.DecodeStub
         return _RemoteStream(channel, stub(channel).Run(metadata=token_metadata(token)))

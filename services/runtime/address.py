@@ -16,8 +16,12 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_bind(host: str, insecure: bool) -> None:
-    """Refuse to serve others unless that was said aloud.
+def check_bind(host: str, insecure: bool, remedy: str = "encryption") -> None:
+    """Refuse to serve others unless that is safe, or was said aloud.
+
+    Args:
+        insecure: it is either.
+        remedy: what would make it safe.
 
     Raises:
         InvalidArgument: ``host`` is not loopback and ``insecure`` is not set.
@@ -26,7 +30,7 @@ def check_bind(host: str, insecure: bool) -> None:
         raise InvalidArgument(
             "--host",
             f"{host} can be reached from other machines, without encryption or keys: "
-            "add --insecure if that is meant, or use 127.0.0.1",
+            f"give it {remedy}, add --insecure if that is meant, or use 127.0.0.1",
         )
 
 

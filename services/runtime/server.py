@@ -19,8 +19,10 @@ import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from services.runtime.address import check_bind, join_address, numeric_host
+from services.runtime.certificates import NO_TLS, TlsFiles
 from services.runtime.errors import FailedPrecondition, Unavailable
 from services.runtime.lifecycle import Component
+from services.runtime.tls import channel_credentials, channel_name, server_credentials
 
 TOKEN_VARIABLE = "KVRELAY_CLUSTER_TOKEN"
 TOKEN_KEY = "kvrelay-token"
@@ -185,6 +187,8 @@ class GrpcServer(Component):
         token: the cluster token of an internal port; None on the public one.
         insecure: the host may be one that others can reach.
         stop_grace_s: running calls may end by themselves for so long.
+        tls: what it shows; with ``ca`` it wants to see as much.
+        doors: interceptors that calls pass first.
     """
 
     def __init__(
@@ -196,6 +200,8 @@ class GrpcServer(Component):
         token: str | None = None,
         insecure: bool = False,
         stop_grace_s: float = 0.2,
+        tls: TlsFiles = NO_TLS,
+        doors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self._mount = mount
         self._host = numeric_host(host)
@@ -203,6 +209,8 @@ class GrpcServer(Component):
         self._token = token
         self._insecure = insecure
         self._stop_grace_s = stop_grace_s
+        self._tls = tls
+        self._doors = tuple(doors)
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -211,18 +219,23 @@ class GrpcServer(Component):
 
     async def start(self) -> None:
         """Raises: InvalidArgument: public host without insecure. Unavailable: the port is taken."""
-        check_bind(self._host, self._insecure)
+        check_bind(self._host, self._insecure or self._tls.is_on)
         if self.port:
             self._check_free()
         internal = self._token is not None
         interceptors = [
-            TokenInterceptor(self._token) if self._token is not None else ParseInterceptor()
+            *self._doors,
+            TokenInterceptor(self._token) if self._token is not None else ParseInterceptor(),
         ]
         limit = INTERNAL_MESSAGE_BYTES if internal else PUBLIC_MESSAGE_BYTES
         server = grpc.aio.server(interceptors=interceptors, options=server_options(limit))
         self._mount(server)
         try:
-            port = server.add_insecure_port(self.address)
+            credentials = server_credentials(self._tls)
+            if credentials is None:
+                port = server.add_insecure_port(self.address)
+            else:
+                port = server.add_secure_port(self.address, credentials)
         except RuntimeError as error:
             raise Unavailable(f"cannot bind {self.address}: choose another port, or 0") from error
         self._server = server
@@ -247,18 +260,22 @@ class GrpcServer(Component):
                 raise Unavailable(f"cannot bind {self.address}: {reason}") from error
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, tls: TlsFiles = NO_TLS) -> grpc.aio.Channel:
     """A channel to an internal service; it connects by itself. Calls need ``token_metadata``."""
-    return grpc.aio.insecure_channel(address, options=channel_options())
+    credentials = channel_credentials(tls)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=channel_options())
+    options = (*channel_options(), *channel_name(tls))
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
-async def connect(address: str, timeout_s: float = 5.0) -> grpc.aio.Channel:
+async def connect(address: str, timeout_s: float = 5.0, tls: TlsFiles = NO_TLS) -> grpc.aio.Channel:
     """A connected channel to an internal service.
 
     Raises:
         Unavailable: nobody answers at ``address`` within ``timeout_s``.
     """
-    channel = open_channel(address)
+    channel = open_channel(address, tls)
     try:
         async with asyncio.timeout(timeout_s):
             await channel.channel_ready()

@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.order import Schedule
 from protos import cluster_pb2
 from services.runtime.address import check_bind
+from services.runtime.certificates import TlsFiles
 from services.runtime.errors import InvalidArgument, NotFound
 
 MAX_PORT = 65_535
@@ -88,6 +89,23 @@ class RouterConfig:
     """Finished requests of which `kvrelay trace` can show where their time went; 0: none."""
     launcher: str = ""
     """Where whoever keeps this cluster is asked for more or fewer instances; empty: nowhere."""
+    tls_cert: str = ""
+    """Certificate (PEM) of the public ports; empty: plain text."""
+    tls_key: str = ""
+    """Its private key."""
+    tls_client_ca: str = ""
+    """Who must have signed the clients' certificates; empty: clients need none."""
+    api_keys: str = ""
+    """File of API keys, a line each as `kvrelay key` prints it; empty: nobody needs one."""
+    internal_tls_cert: str = ""
+    """Certificate (PEM) that this process shows to the other parts of the cluster; empty: plain
+    text between them."""
+    internal_tls_key: str = ""
+    """Its private key."""
+    internal_tls_ca: str = ""
+    """Who must have signed the certificates of the other parts: with it both ends are checked."""
+    internal_tls_name: str = ""
+    """Name that the other parts' certificates must have; empty: the host they are reached at."""
     insecure: bool = False
     """Allow addresses that other machines can reach, without encryption or keys."""
     drain_timeout_s: float = 30.0
@@ -110,8 +128,31 @@ class RouterConfig:
         if not self.max_wait_s > 0:
             raise InvalidArgument("--max-wait-s", "must be more than 0 seconds")
         _check_at_least("drain_timeout_s", self.drain_timeout_s, 0)
-        check_bind(self.host, self.insecure)
-        check_bind(self.internal_host, self.insecure)
+        self.public_tls.check("--tls")
+        self.internal_tls.check("--internal-tls")
+        check_bind(self.host, self.insecure or self.is_guarded, "--tls-cert and --api-keys")
+        is_private = self.insecure or self.internal_tls.is_on
+        check_bind(self.internal_host, is_private, "--internal-tls-cert")
+
+    @property
+    def public_tls(self) -> TlsFiles:
+        """What the public ports show, and want to see."""
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    @property
+    def is_guarded(self) -> bool:
+        """The public ports are encrypted, and know whom they serve."""
+        return self.public_tls.is_on and bool(self.api_keys or self.tls_client_ca)
+
+    @property
+    def internal_tls(self) -> TlsFiles:
+        """What the parts of the cluster show each other."""
+        return TlsFiles(
+            self.internal_tls_cert,
+            self.internal_tls_key,
+            self.internal_tls_ca,
+            self.internal_tls_name,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +181,15 @@ class WorkerConfig:
     """Bytes a second at which a source may send KV, for experiments; 0: as fast as it goes."""
     transport_latency_ms: float = 0.0
     """Milliseconds by which all that a source sends is late, for experiments."""
+    internal_tls_cert: str = ""
+    """Certificate (PEM) that this process shows to the other parts of the cluster; empty: plain
+    text between them."""
+    internal_tls_key: str = ""
+    """Its private key."""
+    internal_tls_ca: str = ""
+    """Who must have signed the certificates of the other parts: with it both ends are checked."""
+    internal_tls_name: str = ""
+    """Name that the other parts' certificates must have; empty: the host they are reached at."""
     insecure: bool = False
     """Allow addresses that other machines can reach, without encryption."""
     drain_timeout_s: float = 30.0
@@ -161,8 +211,19 @@ class WorkerConfig:
         _check_at_least("transport_throttle", self.transport_throttle, 0)
         _check_at_least("transport_latency_ms", self.transport_latency_ms, 0)
         _check_at_least("drain_timeout_s", self.drain_timeout_s, 0)
-        check_bind(self.host, self.insecure)
+        self.internal_tls.check("--internal-tls")
+        check_bind(self.host, self.insecure or self.internal_tls.is_on, "--internal-tls-cert")
         validate_engine(self.engine)
+
+    @property
+    def internal_tls(self) -> TlsFiles:
+        """What the parts of the cluster show each other."""
+        return TlsFiles(
+            self.internal_tls_cert,
+            self.internal_tls_key,
+            self.internal_tls_ca,
+            self.internal_tls_name,
+        )
 
 
 _AT_LEAST_ONE = (

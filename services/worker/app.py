@@ -217,14 +217,22 @@ class Worker(Component):
             config.host,
             config.metrics_port,
             is_ready=lambda: self._is_registered and not self._draining,
-            insecure=insecure,
+            # Plain in any case: it says nothing of anybody's prompts, and probes read it.
+            insecure=insecure or config.internal_tls.is_on,
         )
 
         def mount(server: grpc.aio.Server) -> None:
             services.mount(server)
             cluster_pb2_grpc.add_InstanceServicer_to_server(InstanceService(self), server)
 
-        server = GrpcServer(mount, config.host, config.port, token=self._token, insecure=insecure)
+        server = GrpcServer(
+            mount,
+            config.host,
+            config.port,
+            token=self._token,
+            insecure=insecure,
+            tls=config.internal_tls,
+        )
         registrations = Registrations(
             [self._registration(router, engine) for router in config.routers]
         )
@@ -246,6 +254,7 @@ class Worker(Component):
             self._describe,
             self.load,
             lambda sequence: news_message(engine.cache_news(sequence)),
+            self._config.internal_tls,
         )
 
     def load(self) -> cluster_pb2.InstanceLoad:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import grpc
 
 from protos import cluster_pb2, cluster_pb2_grpc
+from services.runtime.certificates import NO_TLS, TlsFiles
 from services.runtime.errors import FailedPrecondition, to_service_error
 from services.runtime.lifecycle import Component
 from services.runtime.server import open_channel, token_metadata
@@ -34,7 +35,9 @@ class Registration(Component):
         describe: Callable[[], cluster_pb2.RegisterRequest],
         load: Callable[[], cluster_pb2.InstanceLoad],
         cache_news: Callable[[int], cluster_pb2.CacheNews],
+        tls: TlsFiles = NO_TLS,
     ) -> None:
+        self._tls = tls
         self._router_address = router_address
         self._metadata = token_metadata(token)
         self._instance_id = instance_id
@@ -52,7 +55,7 @@ class Registration(Component):
         Raises:
             FailedPrecondition: the router refused this instance; the message says why.
         """
-        self._channel = open_channel(self._router_address)
+        self._channel = open_channel(self._router_address, self._tls)
         self._ended = asyncio.create_task(self._keep(), name="registration")
         first = asyncio.create_task(self._registered.wait())
         await asyncio.wait({first, self._ended}, return_when=asyncio.FIRST_COMPLETED)

@@ -36,6 +36,7 @@ from services.runtime.lifecycle import Component
 from services.runtime.metrics import WorkerMetrics
 from services.runtime.server import token_metadata
 from services.runtime.settings import Role, WorkerConfig
+from services.runtime.tls import channel_credentials, channel_name
 from services.worker.build import LoadedModel
 
 
@@ -72,6 +73,7 @@ class RoleServices(Component):
         self._transport = config.transport
         self._slow = Throttle(config.transport_throttle, config.transport_latency_ms / 1000)
         self._metadata = token_metadata(token)
+        self._tls = config.internal_tls
         self._health = health.aio.HealthServicer()
         self._present = self._build(config.role)
 
@@ -143,7 +145,12 @@ class RoleServices(Component):
     def _build(self, role: Role) -> _Present:
         metrics = self._metrics_for(role)
         if role is Role.PREFILL:
-            connect = RemoteConnector(self._metadata, transport=self._transport)
+            connect = RemoteConnector(
+                self._metadata,
+                lambda: channel_credentials(self._tls),
+                self._transport,
+                channel_name(self._tls),
+            )
             source = KvSource(*self._identity, throttled(connect, self._slow))
             prefill = PrefillService(self._engine, self._port, source, metrics)
             return _Present(role, source=source, prefill=prefill)
