@@ -62,6 +62,11 @@ class Attempts:
         self._turn = 0
         self._breakers = Breakers()
 
+    @property
+    def rates(self) -> Rates:
+        """How fast the instances are, as far as is known."""
+        return self._rates
+
     def first(
         self, request: Request, record: RequestRecord, marks: Marks, left_s: float | None = None
     ) -> Attempt:
@@ -127,7 +132,7 @@ class Attempts:
         """Also what it teaches of how fast they are."""
         self._breakers.succeeded(filter(None, (marks.prefill_instance, marks.decode_instance)))
         num_beside = (attempt.num_beside_at_start + attempt.num_beside) // 2
-        learn(self._rates, marks, request.num_known_tokens, num_beside)
+        learn(self._rates, marks, request.num_known_tokens, num_beside, attempt.prefill_s)
 
     def _note_failure(self, failure: LegFailure, now_s: float) -> None:
         """A death is seen by everybody, and neither what is wrong with a request nor an instance

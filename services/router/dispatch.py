@@ -78,6 +78,8 @@ class Attempt:
         self._inbox: asyncio.Queue[tuple[_Leg | None, Event | ServiceError]] = asyncio.Queue()
         self._deadline: asyncio.TimerHandle | None = None
         self.num_beside_at_start = decode.pending.num_requests
+        self.prefill_s: float | None = None
+        """How long an instance was at the prompt alone; None: not known."""
 
     def start(self, deadline_s: float | None = None) -> None:
         """Send the orders. ``deadline_s`` is a time of the running loop."""
@@ -208,7 +210,7 @@ class Attempt:
         state = self._record.state
         if state is RequestState.PREFILLING:
             reader = self._prefill or self._decode
-            reader.link.computed(self._work_id)
+            self.prefill_s = reader.link.computed(self._work_id)
             in_flight = self._prefill is not None and self._marks.prefill_done is None
             self._record.advance(RequestEvent.FIRST_TOKEN if in_flight else RequestEvent.JOIN)
         elif state is RequestState.HANDING_OFF:

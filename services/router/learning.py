@@ -7,16 +7,21 @@ from services.router.rates import Rates
 from services.router.timeline import Marks
 
 
-def learn(rates: Rates, marks: Marks, num_prompt_tokens: int, num_beside: int) -> None:
+def learn(
+    rates: Rates, marks: Marks, num_prompt_tokens: int, num_beside: int, prefill_s: float | None
+) -> None:
     """Take in one answered request.
 
     Args:
         num_prompt_tokens: what its last attempt had to read.
         num_beside: other requests on its decode instance while it was written, about.
+        prefill_s: how long an instance was at its prompt, without those before it. What the
+            instance reports is from its grant on, and a queue is granted ahead.
     """
     done, finished = marks.prefill_done, marks.decode_finished
     if done is not None:
-        rates.saw_prefill(done.computed_tokens, done.cached_tokens, done.prefill_s)
+        alone_s = done.prefill_s if prefill_s is None else min(prefill_s, done.prefill_s)
+        rates.saw_prefill(done.computed_tokens, done.cached_tokens, alone_s)
         exposed_s = done.handoff_s * (1 - done.handoff_hidden_ratio)
         num_sent = num_prompt_tokens - done.skipped_tokens
         rates.saw_handoff(marks.prefill_instance, marks.decode_instance, num_sent, exposed_s)

@@ -39,6 +39,8 @@ class Link:
         self._is_prefill = instance.role is Role.PREFILL
         self._sinks: dict[str, Sink] = {}
         self._num_prompt_tokens: dict[str, int] = {}
+        self._prompt_since_s: dict[str, float] = {}
+        self._computed_s = 0.0
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
         self._stream: WorkStream | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -84,6 +86,7 @@ class Link:
         self._sinks[request_id] = sink
         if num_prompt_tokens:
             self._num_prompt_tokens[request_id] = num_prompt_tokens
+            self._prompt_since_s[request_id] = asyncio.get_running_loop().time()
         self._send(start=start)
 
     def stop(self, request_id: str) -> None:
@@ -91,9 +94,15 @@ class Link:
         if self._forget(request_id) is not None:
             self._send(abort=wire.StopWork(request_id=request_id))
 
-    def computed(self, request_id: str) -> None:
-        """Its prompt has been computed."""
+    def computed(self, request_id: str) -> float | None:
+        """Its prompt has been computed. Returns how long the instance was at it, as far as can be
+        seen from here: from the end of the prompt before, or since it was asked; None: it was not
+        asked to."""
+        now_s = asyncio.get_running_loop().time()
         self._num_prompt_tokens.pop(request_id, None)
+        since_s = self._prompt_since_s.pop(request_id, None)
+        before_s, self._computed_s = self._computed_s, now_s
+        return None if since_s is None else now_s - max(since_s, before_s)
 
     def done(self, request_id: str) -> None:
         """The request's terminal event was heard."""
@@ -112,6 +121,7 @@ class Link:
 
     def _forget(self, request_id: str) -> Sink | None:
         self._num_prompt_tokens.pop(request_id, None)
+        self._prompt_since_s.pop(request_id, None)
         return self._sinks.pop(request_id, None)
 
     def _send(self, **command: Any) -> None:
@@ -147,5 +157,6 @@ class Link:
             self._error = error
         sinks, self._sinks = self._sinks, {}
         self._num_prompt_tokens.clear()
+        self._prompt_since_s.clear()
         for sink in sinks.values():
             sink(error)

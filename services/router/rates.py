@@ -103,8 +103,9 @@ class Rates:
         return min(max_tokens, self._answer.value)
 
     def saw_prefill(self, num_tokens: int, num_cached: int, elapsed_s: float) -> None:
-        """A prompt was computed; ``num_tokens`` of it, after ``num_cached``."""
-        if num_tokens > 0 and elapsed_s > 0:
+        """A prompt was computed; ``num_tokens`` of it, after ``num_cached``. Of prompts that were
+        computed together the first has all of the time, and the others none."""
+        if num_tokens > 0:
             self._prefill.observe(num_tokens, _pairs(num_tokens, num_cached), elapsed_s)
 
     def saw_decode(self, num_requests: int, num_tokens: int, tpot_s: float) -> None:

@@ -25,6 +25,7 @@ from services.router.disaggregation import Rules
 from services.router.dispatch import draw_handoff_id
 from services.router.fleet import Fleet
 from services.router.intake import Intake, Prompt, RawRequest
+from services.router.rates import Rates
 from services.router.request_table import RequestEvent, RequestRecord, RequestTable
 from services.router.timeline import Marks, observe, timeline
 from services.router.trace import Origin
@@ -83,6 +84,11 @@ class Serving:
         self._attempts = Attempts(fleet, metrics, rules, clock, new_handoff_id)
         for name, objective_s in (("ttft", rules.ttft_slo_s), ("tpot", rules.tpot_slo_s)):
             metrics.objective_seconds(name).set(objective_s)
+
+    @property
+    def rates(self) -> Rates:
+        """How fast the instances are, as far as is known."""
+        return self._attempts.rates
 
     @property
     def max_context(self) -> int:

@@ -62,7 +62,7 @@ class Cluster:
         self._lives = 0
         self._grave: list[Process] = []
         self._wrong: Exception | None = None
-        self._router = self._begin_router()
+        self.router = self._begin_router()
         roles = {Role.PREFILL: scenario.num_prefill, Role.DECODE: scenario.num_decode}
         names = [(f"{role.value}-{i}", role) for role, n in roles.items() for i in range(n)]
         self._instances = {name: self._begin(name, role) for name, role in names}
@@ -115,9 +115,9 @@ class Cluster:
     def _ask(self, index: int) -> None:
         client = self._clients[index]
         self._note(f"client {client.ask.request.request_id} asks")
-        if self._router.process.is_dead:
+        if self.router.process.is_dead:
             client.router_died = True
-        task = self._router.process.spawn(client.run(self._router.serving))
+        task = self.router.process.spawn(client.run(self.router.serving))
         self._asking[index] = task
         task.add_done_callback(lambda done: self._told(index, done))
 
@@ -170,12 +170,12 @@ class Cluster:
                 if theirs:
                     theirs[strike.victim % len(theirs)].cut("the line was cut")
             case Fault.HOLD:
-                others = [self._router.process, *(i.process for i in self._instances.values())]
+                others = [self.router.process, *(i.process for i in self._instances.values())]
                 others.remove(process)
                 other = others[strike.victim % len(others)]
                 self._network.hold(process, other, again_s)
-            case Fault.ROUTER if not self._router.process.is_dead:
-                self._kill(self._router.process)
+            case Fault.ROUTER if not self.router.process.is_dead:
+                self._kill(self.router.process)
                 for index, task in self._asking.items():
                     if not task.done():
                         self._clients[index].router_died = True
@@ -202,7 +202,7 @@ class Cluster:
         self._instances[name] = self._begin(name, self._instances[name].role)
 
     def _router_again(self) -> None:
-        self._router = self._begin_router()
+        self.router = self._begin_router()
 
     def _begin(self, name: str, role: Role) -> SimulatedInstance:
         self._lives += 1
@@ -247,7 +247,7 @@ class Cluster:
         for instance in self._instances.values():
             if left := _left(instance):
                 return f"{instance.instance_id} still has {left}"
-        views = self._router.fleet.snapshot().instances
+        views = self.router.fleet.snapshot().instances
         if pending := [v.instance.instance_id for v in views if v.pending.num_requests]:
             return f"the router still has requests on {pending}"
         if (ready := sum(view.is_ready for view in views)) != len(self._instances):
@@ -266,7 +266,7 @@ class Cluster:
 
     def processes(self) -> Iterable[Process]:
         """All that ever lived."""
-        living = [self._router.process, *(each.process for each in self._instances.values())]
+        living = [self.router.process, *(each.process for each in self._instances.values())]
         return dict.fromkeys((*living, *self._grave))
 
 

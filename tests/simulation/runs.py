@@ -46,13 +46,14 @@ def run(scenario: Scenario) -> Report:
     except Exception as error:
         wrong = error
     finally:
-        _bury(cluster, loop)
+        bury(cluster, loop)
         asyncio.set_event_loop(None)
         loop.close()
     return Report(scenario, tuple(cluster.log), wrong)
 
 
-def _bury(cluster: Cluster, loop: VirtualLoop) -> None:
+def bury(cluster: Cluster, loop: VirtualLoop) -> None:
+    """Let all that is left of a run end, so that nothing of it reaches the next."""
     for _ in range(_BURIAL_ROUNDS):
         for process in cluster.processes():
             process.bury()
