@@ -16,10 +16,8 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 import urllib.request
@@ -29,6 +27,7 @@ from dataclasses import dataclass, field
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.serve import Answered, Server, make_prompt, percentile
+from benchmarks.started import started
 
 WAYS: Mapping[str, tuple[str, ...]] = {
     "serial": ("--colocated", "2", "--max-decode-sequences", "1", "--max-prefill-batch", "1"),
@@ -36,7 +35,6 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "1P1D": ("--prefill", "1", "--decode", "1", "--disaggregate-from", "0"),
 }
 """What each cluster is started with."""
-STOP_S = 20.0
 PAUSE_S = 1.0
 """Of a user whose request failed."""
 
@@ -66,27 +64,10 @@ class Seen:
 @contextlib.contextmanager
 def cluster(model: str, options: tuple[str, ...]) -> Iterator[str]:
     """``kvrelay serve`` in processes of its own, until the block ends; its HTTP address."""
-    command = [sys.executable, "-m", "services.cli.main", "serve", model]
     # Nobody is refused for having to wait: waiting is what is measured.
-    command += ["--threads", "1", "--max-wait-s", "3600"]
-    command += ["--grpc-port", "0", "--http-port", "0", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        if not ready.startswith("ready "):
-            raise SystemExit("the cluster did not start")
-        yield dict(word.split("=", 1) for word in ready.split()[1:])["http"]
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    patience = ("--threads", "1", "--max-wait-s", "3600")
+    with started("serve", model, *patience, *options) as running:
+        yield running.http
 
 
 def step_seconds(address: str) -> dict[str, dict[str, float]]:
