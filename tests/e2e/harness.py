@@ -121,6 +121,10 @@ class Generated:
     text: str = ""
     finished: public.Finished | None = None
     num_terminal: int = 0
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    """Token ids of each answer, by its index."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of the tokens of the first answer, when asked for."""
 
 
 def request(
@@ -153,6 +157,10 @@ def collect(stream: Any) -> Generated:
             case "tokens":
                 answer.token_ids.extend(response.tokens.token_ids)
                 answer.text += response.tokens.text
+                said = answer.answers.setdefault(response.tokens.index, [])
+                said.extend(response.tokens.token_ids)
+                if not response.tokens.index:
+                    answer.logprobs += [each.logprob for each in response.tokens.logprobs]
             case "finished":
                 answer.finished = response.finished
                 answer.num_terminal += 1

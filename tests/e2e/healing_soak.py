@@ -3,7 +3,8 @@
     python -m tests.e2e.healing_soak [--moments 50] [--seed 0]
 
 Half of the moments are SIGKILL, half SIGSTOP; prefill and decode take turns; the cluster is 2P2D
-in float32. Each moment disturbs one greedy and two drawn streams. Prints what was healed and the
+in float32. Each moment disturbs six streams: greedy, drawn, with a stop string, two answers to one
+prompt, with logprobs, and after a JSON schema. Prints what was healed and the
 longest silence a client saw. Not part of ``make test``: it takes minutes.
 """
 
@@ -12,7 +13,7 @@ import random
 import signal
 
 from tests.e2e.harness import START_TIMEOUT_S, eventually, serve
-from tests.e2e.test_healing import PROMPT, WAYS, check, disturb
+from tests.e2e.test_healing import MORE_WAYS, PROMPT, WAYS, check, disturb
 
 OPTIONS = ("--prefill", "2", "--decode", "2", "--dtype", "float32", "--weights", "float32")
 
@@ -24,15 +25,16 @@ def main() -> None:
     asked_for = parser.parse_args()
     chance = random.Random(asked_for.seed)
     healed = streams = 0
+    ways = [*WAYS, *MORE_WAYS]
     longest_s = {signal.SIGKILL: 0.0, signal.SIGSTOP: 0.0}
     with serve("demo", *OPTIONS, "--disaggregate-from", "0") as cluster:
-        expected = [cluster.generate(prompt=PROMPT, **way) for way in WAYS]
+        expected = [cluster.generate(prompt=PROMPT, **way) for way in ways]
         for moment in range(asked_for.moments):
             how = signal.SIGKILL if moment % 2 else signal.SIGSTOP
             role = "prefill" if moment // 2 % 2 else "decode"
             moment_s = chance.uniform(0.0, 0.6)
             eventually(lambda: cluster.all_ready(4), START_TIMEOUT_S, "all instances")
-            asked = disturb(cluster, role, how, moment_s)
+            asked = disturb(cluster, role, how, moment_s, ways)
             try:
                 check(asked, expected)
             except AssertionError:

@@ -1,16 +1,18 @@
 """Instances killed and stopped under real requests: the streams equal the undisturbed ones."""
 
+import json
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
 import pytest
 
+from protos import inference_pb2 as public
 from tests.e2e.harness import (
     START_TIMEOUT_S,
     Cluster,
@@ -50,6 +52,25 @@ def victims(cluster: Cluster, role: str) -> list[int]:
     return [p.pid for p in family if {"worker", role} <= set(title_of(p))]
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "legs": {"type": "integer"}},
+    "required": ["name", "legs"],
+    "additionalProperties": False,
+}
+MORE_WAYS: list[dict[str, Any]] = [
+    {"temperature": 0.9, "seed": 9, "max_tokens": 32, "n": 2},
+    {"temperature": 0.0, "max_tokens": 48, "logprobs": 2},
+    {
+        "temperature": 0.7,
+        "seed": 11,
+        "max_tokens": 48,
+        "guided": public.GuidedDecoding(json_schema=json.dumps(SCHEMA)),
+    },
+]
+"""Several answers, logprobs, and a schema; for the soak, which has the time."""
+
+
 class Asked(threading.Thread):
     """One request, and the longest silence its client saw."""
 
@@ -75,9 +96,15 @@ class Asked(threading.Thread):
             yield response
 
 
-def disturb(cluster: Cluster, role: str, how: signal.Signals, moment_s: float) -> list[Asked]:
+def disturb(
+    cluster: Cluster,
+    role: str,
+    how: signal.Signals,
+    moment_s: float,
+    ways: Sequence[dict[str, Any]] = WAYS,
+) -> list[Asked]:
     """All ways at once; one instance is killed or stopped in the middle of it."""
-    asked = [Asked(cluster, way) for way in WAYS]
+    asked = [Asked(cluster, way) for way in ways]
     time.sleep(moment_s)
     victim = victims(cluster, role)[0]
     os.kill(victim, how)
@@ -92,8 +119,10 @@ def check(asked: list[Asked], undisturbed: list[Generated]) -> None:
     for each, expected in zip(asked, undisturbed, strict=True):
         got = each.got
         assert got is not None, "the stream failed"
-        assert got.token_ids == expected.token_ids
-        assert got.text == expected.text
+        assert got.answers == expected.answers
+        if len(expected.answers) == 1:
+            assert got.text == expected.text
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert got.finished is not None and expected.finished is not None
         assert got.finished.finish_reason == expected.finished.finish_reason
         assert got.finished.stop_reason == expected.finished.stop_reason
