@@ -28,6 +28,8 @@ MAX_MATCHERS = 512
 
 _WHITESPACE = r"(\n[ ]{0,32}|[ ])?"
 """Between the parts of a JSON value. Bounded: a small model would go on with blanks for ever."""
+_NOTHING_MAY_FOLLOW = "NoExtensionBias"
+"""What llguidance calls an empty mask."""
 
 Words = npt.NDArray[np.int32]
 """One bit a token, the lowest bit of the first word first: ``[ceil(vocab_size / 32)]``."""
@@ -84,8 +86,7 @@ class Guides:
 
     def _given_up(self, request_id: str, matcher: llguidance.LLMatcher) -> GuideLimit:
         self._matchers.pop(request_id, None)
-        told = matcher.get_error().partition("<state>")[0]
-        return GuideLimit(f"the guide gave up: {_one_line(told)}")
+        return GuideLimit(f"the guide gave up: {_one_line(matcher.get_error())}")
 
     def _place(
         self, request_id: str, guide: Guide, num_tokens: int
@@ -154,8 +155,10 @@ def _of_schema(schema: str) -> str:
         raise InvalidRequest("", _one_line(str(error))) from None
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
+def _one_line(error: str) -> str:
+    """What llguidance says is wrong, without the dump of its state that may follow."""
+    told = " ".join(error.partition("<state>")[0].split())[:300]
+    return "it allows nothing to come next" if told == _NOTHING_MAY_FOLLOW else told
 
 
 class _Vocabulary:

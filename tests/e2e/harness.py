@@ -160,7 +160,7 @@ def collect(stream: Any) -> Generated:
                 said = answer.answers.setdefault(response.tokens.index, [])
                 said.extend(response.tokens.token_ids)
                 if not response.tokens.index:
-                    answer.logprobs += [each.logprob for each in response.tokens.logprobs]
+                    answer.logprobs += [each.token.logprob for each in response.tokens.logprobs]
             case "finished":
                 answer.finished = response.finished
                 answer.num_terminal += 1

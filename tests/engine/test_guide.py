@@ -126,6 +126,14 @@ def test_what_left_the_language_is_told() -> None:
         (Guide(GuideKind.JSON_SCHEMA, "[" * 100_000), "not valid JSON"),
         (Guide(GuideKind.JSON_SCHEMA, "[1]"), "not a JSON object"),
         (Guide(GuideKind.JSON_SCHEMA, '{"type": "wizard"}'), "wizard"),
+        (Guide(GuideKind.JSON_SCHEMA, '{"$ref": "#"}'), "^: it allows nothing to come next$"),
+        (
+            Guide(
+                GuideKind.JSON_SCHEMA,
+                '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}',
+            ),
+            "^: it allows nothing to come next$",
+        ),
     ],
 )
 def test_what_is_no_guide_is_refused_in_one_line(guide: Guide, reason: str) -> None:
