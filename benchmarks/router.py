@@ -161,7 +161,11 @@ async def held(running: Started, streams: int) -> float:
     async with stubs(running.grpc, streams) as each:
         await ask(each[0], 2, counted)
         before = Used.by(router)
-        asked = [asyncio.create_task(ask(stub, HELD_TOKENS, counted)) for stub in each]
+        asked = []
+        for number, stub in enumerate(each):
+            asked.append(asyncio.create_task(ask(stub, HELD_TOKENS, counted)))
+            if number % STREAMS_PER_CHANNEL == 0:
+                await asyncio.sleep(0.1)  # clients come one after the other
         until_s = time.monotonic() + START_S
         while counted.num_tokens < 2 * streams:
             await asyncio.sleep(0.1)
