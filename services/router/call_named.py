@@ -6,6 +6,7 @@ The object is the arguments, and is passed on as it comes. Used by ``call_reader
 import string
 
 from services.router.call_object import NoCallError
+from services.router.json_nesting import JsonNesting
 
 MAX_HEAD_CHARACTERS = 256
 """Of a name, an id and their markers."""
@@ -27,8 +28,7 @@ class NamedCall:
         self._args = args
         self._call_id = call_id
         self._head = ""
-        self._depth = 0
-        self._in_string = self._escaped = False
+        self._nesting = JsonNesting()
 
     def take(self, character: str) -> str:
         """The piece of the arguments that is new with ``character``.
@@ -39,12 +39,13 @@ class NamedCall:
         if self.name is None:
             self._read_head(character)
             return ""
-        if self._depth == 0:
+        if self._nesting.depth == 0:
             if character in _BLANKS:
                 return ""
             if character != "{":
                 raise NoCallError
-        self._follow(character)
+        self._nesting.take(character)
+        self.is_over = self._nesting.depth == 0
         return character
 
     def _read_head(self, character: str) -> None:
@@ -67,14 +68,3 @@ class NamedCall:
         elif self._call_id.startswith(rest):
             return True
         return self._args.startswith(rest)
-
-    def _follow(self, character: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif self._in_string and character == "\\":
-            self._escaped = True
-        elif character == '"':
-            self._in_string = not self._in_string
-        elif not self._in_string:
-            self._depth += (character in "{[") - (character in "}]")
-            self.is_over = self._depth == 0

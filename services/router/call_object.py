@@ -9,6 +9,8 @@ from collections.abc import Collection
 from enum import Enum, auto
 from typing import Any
 
+from services.router.json_nesting import JsonNesting
+
 NAME_KEY = "name"
 ARGUMENT_KEYS = ("arguments", "parameters")
 _BLANKS = " \t\r\n"
@@ -40,8 +42,7 @@ class CallObject:
         self._at = _At.NEXT_KEY
         self._key = ""
         self._token = ""  # the key or the value so far
-        self._depth = 0
-        self._in_string = self._escaped = False
+        self._nesting = JsonNesting()  # in the key or the value
         self._has_arguments = self._streams = False
         self._early = ""  # arguments that came before the name
 
@@ -76,7 +77,8 @@ class CallObject:
     def _next_key(self, character: str) -> str:
         if character == '"':
             self._at, self._token = _At.KEY, character
-            self._in_string, self._escaped = True, False
+            self._nesting = JsonNesting()
+            self._nesting.take(character)
         elif character == "}":
             if self.name is None:
                 raise NoCallError
@@ -87,46 +89,34 @@ class CallObject:
         return ""
 
     def _read_key(self, character: str) -> None:
-        self._follow(character)
+        self._nesting.take(character)
         self._token += character
-        if not self._in_string:
+        if not self._nesting.in_string:
             self._key = str(_value(self._token))
             self._at = _At.COLON
 
     def _begin_value(self, character: str) -> str:
-        self._at, self._token, self._depth = _At.VALUE, "", 0
-        self._in_string = self._escaped = False
+        self._at, self._token, self._nesting = _At.VALUE, "", JsonNesting()
         is_arguments = self._key in ARGUMENT_KEYS and not self._has_arguments
         self._streams = is_arguments and character in "{["
         return self._read_value(character)
 
     def _read_value(self, character: str) -> str:
-        if not self._in_string and self._depth == 0 and self._token:
+        if not self._nesting.in_string and self._nesting.depth == 0 and self._token:
             if character not in ",}" and character not in _BLANKS:
                 self._token += character  # of a number or a word
                 return ""
             piece = self._value_ended()
             self._at = _At.NEXT_KEY
             return piece + self.take(character)
-        self._follow(character)
+        self._nesting.take(character)
         self._token = character if self._streams else self._token + character
         piece = self._told(character) if self._streams else ""
-        if self._in_string or self._depth > 0 or character not in '"}]':
+        if self._nesting.in_string or self._nesting.depth > 0 or character not in '"}]':
             return piece
         piece += self._value_ended()
         self._at = _At.NEXT_KEY
         return piece
-
-    def _follow(self, character: str) -> None:
-        """Keep count of strings and brackets."""
-        if self._escaped:
-            self._escaped = False
-        elif self._in_string and character == "\\":
-            self._escaped = True
-        elif character == '"':
-            self._in_string = not self._in_string
-        elif not self._in_string:
-            self._depth += (character in "{[") - (character in "}]")
 
     def _value_ended(self) -> str:
         if self._key == NAME_KEY and self.name is None:
