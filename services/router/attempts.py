@@ -26,7 +26,7 @@ from services.router.breaker import Breakers
 from services.router.disaggregation import Rules
 from services.router.dispatch import Attempt, draw_handoff_id
 from services.router.fleet import Fleet
-from services.router.healing import CAPACITY_S, History, LegFailure, is_curable, verdict
+from services.router.healing import CAPACITY_S, PROOF_S, History, LegFailure, is_curable, verdict
 from services.router.learning import learn
 from services.router.membership import InstanceState, Snapshot
 from services.router.placement import BY_PREFIX, Placement, place
@@ -122,8 +122,13 @@ class Attempts:
                 request = replace(request, output_token_ids=(*request.output_token_ids, *output))
             replay.restart()
             with self._ended_from_outside(record, deadline_s) as ended:
+                until_s = asyncio.get_running_loop().time() + CAPACITY_S
                 try:
-                    attempt = await self._place_again(request, record, marks, history, ended)
+                    silent: frozenset[str] = frozenset()
+                    if failed.died:
+                        silent = await self._silent_since(now_s, ended)
+                    avoid = replace(history, avoid=history.avoid | silent)
+                    attempt = await self._place_again(request, record, marks, avoid, ended, until_s)
                 except Unavailable as nobody:
                     raise Unavailable(f"{failed.error}; {nobody}") from failed.error
             attempt.start(deadline_s)
@@ -167,6 +172,26 @@ class Attempts:
             if timer is not None:
                 timer.cancel()
 
+    async def _silent_since(
+        self, died_s: float, ended: asyncio.Future[ServiceError]
+    ) -> frozenset[str]:
+        """Who has given no sign of life since another died. Waits a little until all have.
+
+        Raises:
+            ServiceError: what ended the request meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + PROOF_S
+        while True:
+            changed = asyncio.ensure_future(self._fleet.changed())
+            try:
+                silent = self._fleet.snapshot().unheard(died_s)
+                if not silent or loop.time() >= until_s:
+                    return silent
+                await _first_of(changed, ended, until_s - loop.time())
+            finally:
+                changed.cancel()
+
     async def _place_again(
         self,
         request: Request,
@@ -174,29 +199,22 @@ class Attempts:
         marks: Marks,
         history: History,
         ended: asyncio.Future[ServiceError],
+        until_s: float,
     ) -> Attempt:
-        """Another attempt, on what is there or comes back soon.
+        """Another attempt, on what is there or comes back by ``until_s``.
 
         Raises:
             Unavailable: nobody is there, and nobody came.
             ServiceError: what ended the request meanwhile.
         """
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + CAPACITY_S
         while True:
             changed = asyncio.ensure_future(self._fleet.changed())
             try:
                 placed = self._place(request, history)
                 return self._attempt(request, record, marks, placed)
             except Unavailable:
-                either: set[asyncio.Future[Any]] = {changed, ended}
-                await asyncio.wait(
-                    either,
-                    timeout=until_s - loop.time(),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                if ended.done():
-                    raise ended.result() from None
+                await _first_of(changed, ended, max(0.0, until_s - loop.time()))
                 if loop.time() >= until_s:
                     raise
             finally:
@@ -248,6 +266,20 @@ class Attempts:
             self._new_handoff_id,
             placed.num_uncached_tokens,
         )
+
+
+async def _first_of(
+    changed: "asyncio.Future[Any]", ended: "asyncio.Future[ServiceError]", timeout_s: float
+) -> None:
+    """Wait for either.
+
+    Raises:
+        ServiceError: what ended the request.
+    """
+    either: set[asyncio.Future[Any]] = {changed, ended}
+    await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if ended.done():
+        raise ended.result() from None
 
 
 @dataclass(frozen=True, slots=True)

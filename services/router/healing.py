@@ -1,8 +1,9 @@
 """Whether a request goes on after an attempt has failed. Pure: no clock, no network.
 
     the client is wrong, or has gone    no: it is told
-    an instance died                    yes, elsewhere; but not a second time in a row with hardly
-                                        a token between: then it may be the request that kills
+    an instance died                    yes, where there is a sign of life since; but not a second
+                                        time in a row with hardly a token between: then it may be
+                                        the request that kills
     a leg failed, its instance lives    yes; elsewhere where there is another place
     too often, or for too long          no: the last reason is told
 
@@ -19,6 +20,9 @@ PROGRESS_TOKENS = 16
 """An attempt that wrote so many tokens got on: what happened before it no longer counts."""
 HEAL_S = 10.0
 """How long a request that does not get on is tried."""
+PROOF_S = 0.5
+"""After a death, how long to wait for a sign of life of the others: two heartbeats. What ends one
+instance, its machine or its network, often ends others, which nobody has noticed yet."""
 CAPACITY_S = 0.8
 """How long to wait for an instance where none is left, before the client is told."""
 

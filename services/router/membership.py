@@ -91,6 +91,8 @@ class InstanceView:
     state: InstanceState
     load: Load
     pending: Pending
+    heard_s: float = 0.0
+    """When it was last heard of, by the fleet's clock."""
 
     @property
     def is_ready(self) -> bool:
@@ -125,6 +127,14 @@ class Snapshot:
     def can_admit(self) -> bool:
         """Whether a request could be placed now."""
         return any(view.is_ready and view.instance.decodes for view in self.instances)
+
+    def unheard(self, since_s: float) -> frozenset[str]:
+        """Ids of those that are ready, as far as is known, but have said nothing since then."""
+        return frozenset(
+            view.instance.instance_id
+            for view in self.instances
+            if view.is_ready and view.heard_s < since_s
+        )
 
     @property
     def max_tokens(self) -> int | None:
@@ -228,7 +238,7 @@ class Membership:
     def snapshot(self, pending: Mapping[str, Pending]) -> Snapshot:
         """The table now; ``pending`` is by instance id."""
         views = tuple(
-            InstanceView(m.instance, m.state, m.load, pending.get(instance_id, Pending()))
+            InstanceView(m.instance, m.state, m.load, pending.get(instance_id, Pending()), m.seen_s)
             for instance_id, m in sorted(self._members.items())
         )
         return Snapshot(views, self._was_ready)

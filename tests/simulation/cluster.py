@@ -162,6 +162,13 @@ class Cluster:
             case Fault.KILL if not process.is_dead:
                 self._kill(process)
                 self._later(again_s, self._again, name)
+            case Fault.NODE:
+                number = name.partition("-")[2]
+                for each in (f"prefill-{number}", f"decode-{number}"):
+                    here = self._instances.get(each)
+                    if here is not None and not here.process.is_dead:
+                        self._kill(here.process)
+                        self._later(again_s, self._again, each)
             case Fault.STOP if process.state is ProcessState.RUNNING:
                 process.stop()
                 self._later(again_s, process.resume)

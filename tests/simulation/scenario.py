@@ -22,6 +22,8 @@ class Fault(StrEnum):
 
     KILL = "kill"
     """An instance dies; another life begins ``lasts_s`` later."""
+    NODE = "node"
+    """An instance and the one of the other role beside it die at once, as with their machine."""
     STOP = "stop"
     """An instance stands still for so long."""
     CUT = "cut"
@@ -91,7 +93,7 @@ class Scenario:
 
     @property
     def must_heal(self) -> bool:
-        """One instance of a role that has two fails, once: no client may notice."""
+        """One instance of a role that has two fails, once, or one of each: no client may notice."""
         strikes = [each for each in self.strikes if each.fault is not Fault.HOLD]
         return (
             len(self.strikes) <= 1
@@ -169,10 +171,9 @@ def _ranked(sampling: SamplingParams) -> SamplingParams:
 
 
 def _strike(rng: random.Random, num_events: int) -> Strike:
-    fault = rng.choice(
-        (Fault.KILL, Fault.KILL, Fault.STOP, Fault.STOP, Fault.CUT, Fault.CUT, Fault.HOLD)
-        + ((Fault.ROUTER,) if rng.random() < 0.3 else ())
-    )
+    often = (Fault.KILL, Fault.STOP, Fault.CUT)
+    seldom = (Fault.NODE, Fault.HOLD, *((Fault.ROUTER,) if rng.random() < 0.3 else ()))
+    fault = rng.choice((*often, *often, *seldom))
     lasts_s = rng.choice((0.01, 0.2, 1.0, 4.0, 7.0)) * rng.uniform(0.5, 1.5)
     return Strike(rng.randrange(num_events), fault, rng.randrange(100), lasts_s)
 
